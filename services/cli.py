@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import time
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,8 +33,6 @@ from farsight.services.one_line_errors import OneLineErrors, failing_in_one_line
 from farsight.services.server_address import HostOption, PortOption, UrlOption, address_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from farsight.services.commands.scaling import ServerChange
 
 STATUS_TIMEOUT_S = 5.0
@@ -252,72 +251,56 @@ def status(
         print_processes(before, body["processes"], body["actors"])
 
 
-def _wide_console() -> Console:
-    """A pipe has no width; 200 columns avoid cut cells."""
+def _print_table(headers: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    """Prints a table, unless it has no rows."""
     from rich.console import Console
+    from rich.table import Table
 
+    table = Table(*headers)
+    for row in rows:
+        table.add_row(*map(str, row))
     console = Console()
     if not console.is_terminal:
-        console.width = 200
-    return console
+        console.width = 200  # a pipe has no width; cells would be cut
+    if table.row_count:
+        console.print(table)
 
 
 def _print_status(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    table = Table("name", "kind", "pid", "node", "state", "queue", "last step")
+    rows = []
     for row in actors:
         age = row["last_step_age_s"]
         shown = "-" if age is None else f"{age:.1f} s ago"
         state = "degraded" if row["degraded"] and row["state"] == "ready" else row["state"]
-        cells = [row["name"], row["kind"], row["pid"], row["node"], state, row["queue"], shown]
-        table.add_row(*map(str, cells))
-    console = _wide_console()
-    console.print(table)
-    degraded = [row for row in actors if row["degraded"]]
-    if degraded:
-        table = Table("degraded", "reason")
-        for row in degraded:
-            table.add_row(row["name"], row["degraded"])
-        console.print(table)
-    replaced = [row for row in actors if row["last_end"]]
-    if replaced:
-        table = Table("replaced", "times", "last reason")
-        for row in replaced:
-            table.add_row(row["name"], str(row["restarts"]), row["last_end"])
-        console.print(table)
-    servers = [row for row in actors if row["url"]]
-    if servers:
-        table = Table("replica", "server URL", "breaker")
-        for row in servers:
-            table.add_row(row["name"], row["url"], row["breaker"])
-        console.print(table)
-    if learned:
-        table = Table("learned while serving", "version", "score", "examples", "created at", "in use")
-        for row in learned:
-            score = "-" if row["score"] is None else f"{row['score']:.4g}"
-            at = f"{datetime.fromtimestamp(row['created_at']):%Y-%m-%d %H:%M:%S}"
-            table.add_row(
-                row["kind"], str(row["version"]), score, str(row["num_examples"]), at, "yes" if row["current"] else ""
-            )
-        console.print(table)
+        rows.append((row["name"], row["kind"], row["pid"], row["node"], state, row["queue"], shown))
+    _print_table(("name", "kind", "pid", "node", "state", "queue", "last step"), rows)
+    _print_table(("degraded", "reason"), ((row["name"], row["degraded"]) for row in actors if row["degraded"]))
+    replaced = ((row["name"], row["restarts"], row["last_end"]) for row in actors if row["last_end"])
+    _print_table(("replaced", "times", "last reason"), replaced)
+    servers = ((row["name"], row["url"], row["breaker"]) for row in actors if row["url"])
+    _print_table(("replica", "server URL", "breaker"), servers)
+    versions = []
+    for row in learned:
+        score = "-" if row["score"] is None else f"{row['score']:.4g}"
+        at = f"{datetime.fromtimestamp(row['created_at']):%Y-%m-%d %H:%M:%S}"
+        used = "yes" if row["current"] else ""
+        versions.append((row["kind"], row["version"], score, row["num_examples"], at, used))
+    _print_table(("learned while serving", "version", "score", "examples", "created at", "in use"), versions)
 
 
 def print_processes(before: list[dict[str, Any]], after: list[dict[str, Any]], actors: list[dict[str, Any]]) -> None:
     """Prints what each process used between two looks ``MEASURED_S`` apart, and its memory."""
-    from rich.table import Table
-
     if not after:
         return
     spent = {row["pid"]: row["cpu_s"] for row in before}
     shares = [max(0.0, row["cpu_s"] - spent.get(row["pid"], row["cpu_s"])) / MEASURED_S for row in after]
-    table = Table("process", "pid", "components", "of a core", "memory, MiB")
+    rows = []
     for share, row in sorted(zip(shares, after, strict=True), key=lambda pair: -pair[1]["memory_bytes"]):
         hosted = ", ".join(actor["name"] for actor in actors if actor["pid"] == row["pid"])
-        table.add_row(row["name"], str(row["pid"]), hosted, f"{share:.1%}", f"{row['memory_bytes'] / 2**20:.0f}")
+        rows.append((row["name"], row["pid"], hosted, f"{share:.1%}", f"{row['memory_bytes'] / 2**20:.0f}"))
     memory = sum(row["memory_bytes"] for row in after) / 2**20
-    table.add_row("all", "", "", f"{sum(shares):.1%}", f"{memory:.0f}")
-    _wide_console().print(table)
+    rows.append(("all", "", "", f"{sum(shares):.1%}", f"{memory:.0f}"))
+    _print_table(("process", "pid", "components", "of a core", "memory, MiB"), rows)
 
 
 TokenOption = Annotated[str | None, typer.Option(help="Admin token; default: FARSIGHT_ADMIN_TOKEN, or the run file's.")]

@@ -19,7 +19,7 @@ from farsight.core.messages.supervision import DrainReplica, Upgrade
 from farsight.services.api.access.keys import is_admin
 from farsight.services.api.backend import Operator
 from farsight.services.api.bodies import JsonRoute
-from farsight.services.api.errors import SERVER_ERROR, ApiError, ErrorReply
+from farsight.services.api.errors import ApiError, ErrorReply
 from farsight.services.api.fields import StrictModel
 
 INGRESS = "ingress"
@@ -152,7 +152,7 @@ async def _changed(change: Coroutine[Any, Any, R], code: str) -> R:
         raise InvalidValueError(error.field, error.value, error.expected) from error
     except FarsightError as error:
         message = f"The change was not made, or only in part: {getattr(error, 'cause', error)}"
-        raise ApiError(message, status=503, kind=SERVER_ERROR, code=code) from error
+        raise ApiError(message, status=503, code=code) from error
 
 
 def _reply(counts: ComponentCounts) -> ScaleReply:

@@ -8,7 +8,6 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from farsight.core.errors import FarsightError
 from farsight.core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
 from farsight.core.messages.placement import PlacementView
 from farsight.services.api.access.access_control import AccessControl
@@ -31,27 +30,26 @@ from farsight.services.api.answers.replies import (
     model_card,
     status_reply,
 )
-from farsight.services.api.answers.served import ANSWER, HEADERS, AnswerPromise
+from farsight.services.api.answers.served import ANSWER, HEADERS
 from farsight.services.api.answers.sse import ChunkWriter, EventStream, chunks
 from farsight.services.api.backend import Generator, Operator
 from farsight.services.api.batches.records import Batches
 from farsight.services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_routes, file_routes
 from farsight.services.api.bodies import JsonRoute
 from farsight.services.api.body_workers import BodyWorkers, read_body
-from farsight.services.api.dialects.messages import AnthropicErrors, message_routes
-from farsight.services.api.dialects.responses import response_routes
-from farsight.services.api.dialects.running import Running, named_for, seeing
-from farsight.services.api.dialects.stored import StoredResponses
-from farsight.services.api.errors import SERVER_ERROR, ApiError, ErrorReply, install_error_handlers, unhealthy
+from farsight.services.api.dialects.messages import message_routes
+from farsight.services.api.dialects.responses import StoredResponses, response_routes
+from farsight.services.api.dialects.running import Running
+from farsight.services.api.errors import ERRORS, install_error_handlers, or_unavailable, unhealthy
 from farsight.services.api.generate import ClientGone, collect, while_connected
 from farsight.services.api.generation import Generation
-from farsight.services.api.middleware import BodyLimit, LastResort, Methods, Slashes
+from farsight.services.api.middleware import AnthropicErrors, BodyLimit, LastResort, Methods, Slashes
 from farsight.services.api.pages.dashboard import docs_routes, home_routes, page_routes
 from farsight.services.api.pages.explain import explain_routes
 from farsight.services.api.pages.live import live_routes
 from farsight.services.api.pages.what_if import what_if_routes
 from farsight.services.api.readiness import DrainGate, Readiness, Reason, Shed
-from farsight.services.api.requests import check_model, generation_of
+from farsight.services.api.requests import check_model
 from farsight.services.api.schemas import ChatCompletionRequest, CompletionRequest
 from farsight.services.api.streams.manager import StreamManager
 from farsight.services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
@@ -69,10 +67,6 @@ API_VERSION = "1"
 _VERSION = importlib.metadata.version("farsight")
 _CLIENT_CLOSED_REQUEST = 499
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorReply, "description": "The request is invalid for this server."},
-    "5XX": {"model": ErrorReply, "description": "The server failed; the request may be sent again."},
-}
 _EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "content": {"text/event-stream": {}},
@@ -131,24 +125,24 @@ def build_app(
         _add(app, live_routes(generator, operator))
     if access is not None:
         generator = MeteredGenerator(generator, access, shares_prefixes=shares_across_keys)
-        _add(app, usage_routes(access, _ERRORS))
+        _add(app, usage_routes(access))
         shares_across_keys = shares_across_keys or not access.is_open  # a caller's tenant is in the salt already
     _add(app, _model_routes(generator))
     streams = None if manager is None else ResumableStreams(manager, generator, encoder.texts, access)
-    _add(app, token_routes(generator, encoder, _ERRORS, shares_across_keys=shares_across_keys))
+    _add(app, token_routes(generator, encoder, shares_across_keys=shares_across_keys))
     calls = VectorCalls(generator, encoder, shares_across_keys=shares_across_keys)
-    _add(app, vector_routes(calls, _ERRORS))
-    _add(app, _generation_routes(generator, encoder, workers, streams, shares_across_keys))
+    _add(app, vector_routes(calls))
     running = Running(generator, encoder, shares_across_keys)
-    _add(app, message_routes(running, _ERRORS))
+    _add(app, _generation_routes(running, workers, streams))
+    _add(app, message_routes(running))
     stored = None if batches is None else StoredResponses(batches.files)
-    _add(app, response_routes(running, stored, _ERRORS))
+    _add(app, response_routes(running, stored))
     if streams is not None:
-        _add(app, stream_routes(streams, _ERRORS | _EVENTS))
+        _add(app, stream_routes(streams, ERRORS | _EVENTS))
     larger = {}
     if batches is not None:
-        _add(app, file_routes(batches.files, _ERRORS))
-        _add(app, batch_routes(batches, _ERRORS))
+        _add(app, file_routes(batches.files))
+        _add(app, batch_routes(batches))
         larger[FILES_PATH] = batches.files.settings.max_file_bytes + FORM_BYTES
     if operator is not None:
         _add_operator_routes(app, generator, operator, administration or Administration(), readiness)
@@ -197,7 +191,7 @@ def _methods(app: FastAPI) -> dict[str, set[str]]:
 
 
 def _model_routes(generator: Generator) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["models"], responses=_ERRORS)
+    router = APIRouter(prefix="/v1", tags=["models"], responses=ERRORS)
 
     @router.get("/models")
     async def list_models() -> ModelList:
@@ -214,59 +208,60 @@ def _model_routes(generator: Generator) -> APIRouter:
     return router
 
 
-def _generation_routes(
-    generator: Generator,
-    encoder: PromptEncoder,
-    workers: BodyWorkers | None,
-    streams: ResumableStreams | None,
-    shares_across_keys: bool,
-) -> APIRouter:
+def _generation_routes(running: Running, workers: BodyWorkers | None, streams: ResumableStreams | None) -> APIRouter:
+    generator = running.backend
+
     async def respond(
         generation: Generation, request: Request, headers: MutableHeaders
     ) -> Completion | ChatCompletion | Response:
-        generation = await seeing(generation, request, generator, shares_across_keys)
-        named = named_for(generation, request, shares_across_keys)
-        promise = AnswerPromise(len(named.requests))
-        ANSWER.set(promise)
+        named, texts = await running.begin(generation, request), running.encoder.texts
         if streams is not None and wants_resumable(request.headers, named):
             return streams.begin(named, request.headers)
         if named.stream:
-            return EventStream(chunks(generator, named, ChunkWriter(named, encoder.texts)))
-        answer = await _answer(request, generator, named, encoder)
-        headers.update(promise.headers())
-        return answer
+            return EventStream(chunks(generator, named, ChunkWriter(named, texts)))
+        beams = named.beams
+        work = collect(generator, named) if beams is None else search(generator, named, beams, texts)
+        results = await while_connected(request.receive, work)
+        if (promise := ANSWER.get()) is not None:
+            headers.update(promise.headers())
+        return (chat_completion if named.chat else completion)(named, results, texts)
+
+    async def read_large(body: bytes, chat: bool) -> Generation:
+        if workers is not None:
+            return await workers.read(body, chat=chat, model=generator.model)
+        return await asyncio.to_thread(read_body, body, chat=chat, model=generator.model, encoder=running.encoder)
 
     class LargeBodies(JsonRoute):
         """Has a large body read elsewhere, and answers as for any other."""
 
         async def handle_large(self, request: Request, body: bytes) -> Response:
             chat = self.path_format.endswith("/chat/completions")
-            generation = await while_connected(request.receive, _read_large(body, chat, generator, encoder, workers))
+            generation = await while_connected(request.receive, read_large(body, chat))
             headers = MutableHeaders()
             reply = await respond(generation, request, headers)
             if isinstance(reply, Response):
                 return reply
             return JSONResponse(reply.model_dump(mode="json"), headers=dict(headers))
 
-    router = APIRouter(prefix="/v1", tags=["generation"], responses=_ERRORS | _EVENTS, route_class=LargeBodies)
+    router = APIRouter(prefix="/v1", tags=["generation"], responses=ERRORS | _EVENTS, route_class=LargeBodies)
 
     @router.post("/completions", response_model=Completion)
     async def create_completion(
         body: CompletionRequest, request: Request, response: Response
     ) -> Completion | ChatCompletion | Response:
-        return await respond(await generation_of(body, generator.model, encoder), request, response.headers)
+        return await respond(await running.read(body), request, response.headers)
 
     @router.post("/chat/completions", response_model=ChatCompletion)
     async def create_chat_completion(
         body: ChatCompletionRequest, request: Request, response: Response
     ) -> Completion | ChatCompletion | Response:
-        return await respond(await generation_of(body, generator.model, encoder), request, response.headers)
+        return await respond(await running.read(body), request, response.headers)
 
     return router
 
 
 def _status_routes(generator: Generator, operator: Operator, readiness: Readiness) -> APIRouter:
-    router = APIRouter(tags=["operation"], responses=_ERRORS)
+    router = APIRouter(tags=["operation"], responses=ERRORS)
 
     @router.get("/health")
     async def health() -> Health:
@@ -306,36 +301,12 @@ def _status_routes(generator: Generator, operator: Operator, readiness: Readines
 
     @router.get("/placement")
     async def placement() -> PlacementView:
-        try:
+        with or_unavailable():
             return await operator.answer("the Router", operator.router.placement())
-        except FarsightError as error:
-            raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
 
     return router
-
-
-async def _read_large(
-    body: bytes, chat: bool, generator: Generator, encoder: PromptEncoder, workers: BodyWorkers | None
-) -> Generation:
-    if workers is not None:
-        return await workers.read(body, chat=chat, model=generator.model)
-    return await asyncio.to_thread(read_body, body, chat=chat, model=generator.model, encoder=encoder)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
     """The connection is closed: the status is for the access log."""
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
-
-
-async def _answer(
-    request: Request, generator: Generator, generation: Generation, encoder: PromptEncoder
-) -> Completion | ChatCompletion | Response:
-    """The complete answer.
-
-    Raises:
-        ClientGone: The client has disconnected.
-    """
-    reply = chat_completion if generation.chat else completion
-    beams = generation.beams
-    work = collect(generator, generation) if beams is None else search(generator, generation, beams, encoder.texts)
-    return reply(generation, await while_connected(request.receive, work), encoder.texts)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from farsight.services.api.errors import ApiError
 from farsight.services.api.fields import shown
@@ -47,6 +47,15 @@ class JsonRoute(APIRoute):
         """
         message = f"The request body has {len(body)} bytes; {self.path} takes fewer than {LARGE_BODY_BYTES}."
         raise ApiError(message, status=413, code="request_too_large")
+
+
+class LargeBodyRoute(JsonRoute):
+    """Reads a large body in a thread, and answers as to any other; its endpoint takes ``body`` and ``request``."""
+
+    async def handle_large(self, request: Request, body: bytes) -> Response:
+        whole = await read_whole(get_type_hints(self.endpoint)["body"], body)
+        reply = await self.endpoint(body=whole, request=request)
+        return reply if isinstance(reply, Response) else JSONResponse(reply.model_dump(mode="json"))
 
 
 class _JsonRequest(Request):

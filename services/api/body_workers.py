@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import operator
@@ -27,6 +28,7 @@ import psutil
 
 from farsight.core.child_process import LENGTH, framed, start_child
 from farsight.core.codec import decode, encode
+from farsight.core.config.engine import ModelConfig
 from farsight.core.errors import CapacityError, InvalidValueError
 from farsight.core.request import Request
 from farsight.services.api.backend import ModelInfo
@@ -36,7 +38,7 @@ from farsight.services.api.fields import MAX_PROMPTS
 from farsight.services.api.generation import Generation
 from farsight.services.api.requests import make_generation
 from farsight.services.api.schemas import ChatCompletionRequest, CompletionRequest
-from farsight.services.api.text.prompts import PromptEncoder, TextSettings
+from farsight.services.api.text.prompts import PromptEncoder
 
 NUM_PROCESSES = 2
 """In each ingress replica; each starts when there is a body for it, and stays."""
@@ -117,8 +119,8 @@ class BodyWorkers:
         model_dir, settings: As for ``PromptEncoder``.
     """
 
-    def __init__(self, model_dir: str | Path, settings: TextSettings | None = None) -> None:
-        settings = settings or TextSettings()
+    def __init__(self, model_dir: str | Path, settings: ModelConfig | None = None) -> None:
+        settings = settings or ModelConfig()
         self._arguments = str(model_dir), settings.chat_template, settings.tool_format
         self._free: list[_Worker] = []
         self._turn = asyncio.Semaphore(NUM_PROCESSES)
@@ -239,7 +241,7 @@ def _reply(read: Callable[[], Generation]) -> bytes:
         fields = [found.message, found.status, found.kind, found.param, found.code, found.headers]
         return _packed([fields, b"", []])
     prompts = [encode(prompt) for prompt in generation.prompts]
-    return _packed([None, encode(generation.without_prompts()), prompts])
+    return _packed([None, encode(dataclasses.replace(generation, prompts=())), prompts])
 
 
 def _packed(value: Any) -> bytes:
@@ -258,7 +260,7 @@ async def _generation(reply: bytes) -> Generation:
     for prompt in prompts:
         decoded.append(decode(prompt, Request))
         await asyncio.sleep(0)
-    return decode(head, Generation).with_prompts(tuple(decoded))
+    return dataclasses.replace(decode(head, Generation), prompts=tuple(decoded))
 
 
 def main() -> None:
@@ -267,7 +269,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     model_dir, template, tool_format, number = sys.argv[1:]
-    encoder = PromptEncoder(model_dir, TextSettings(template, tool_format))
+    encoder = PromptEncoder(model_dir, ModelConfig(chat_template=template, tool_format=tool_format))
     with socket.socket(fileno=int(number)) as connection, connection.makefile("rwb") as stream:
         while head := stream.read(LENGTH.size):
             chat, model, data = msgpack.unpackb(stream.read(LENGTH.unpack(head)[0]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from farsight.core.errors import CapacityError, InvalidValueError
+from farsight.core.errors import CapacityError, FarsightError, InvalidValueError
 from farsight.services.api.fields import EXPECTED, shown
 
 logger = logging.getLogger(__name__)
@@ -56,13 +57,20 @@ class ErrorReply(BaseModel):
     error: ErrorFields
 
 
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorReply, "description": "The request is invalid for this server."},
+    "5XX": {"model": ErrorReply, "description": "The server failed; the request may be sent again."},
+}
+"""What the schema of the API says of errors."""
+
+
 class ApiError(Exception):
     """An error response.
 
     Args:
         message: What the request held and what would be right.
         status: The HTTP status.
-        kind: OpenAI's ``type``.
+        kind: OpenAI's ``type``; empty for the usual one of the status.
         param: The wrong field, named as the client wrote it.
         code: A stable name for programs to test.
     """
@@ -72,14 +80,14 @@ class ApiError(Exception):
         message: str,
         *,
         status: int = 400,
-        kind: str = INVALID_REQUEST,
+        kind: str = "",
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.message = message
         self.status = status
-        self.kind = kind
+        self.kind = kind or (SERVER_ERROR if status >= 500 else INVALID_REQUEST)
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
@@ -97,19 +105,28 @@ class ApiError(Exception):
 def internal_error() -> ApiError:
     """The 500 response for a defect of the server; it reveals no details."""
     message = "The server failed to process the request; its log has the details."
-    return ApiError(message, status=500, kind=SERVER_ERROR, code="internal_error")
+    return ApiError(message, status=500, code="internal_error")
 
 
 def unhealthy() -> ApiError:
     """The ``/health`` response while no replica can run requests."""
     message = "The service cannot accept requests now."
-    return ApiError(message, status=503, kind=SERVER_ERROR, code="unhealthy")
+    return ApiError(message, status=503, code="unhealthy")
 
 
 def unavailable(why: str) -> ApiError:
     """What a request gets that this server could not serve through no fault of its sender."""
     message = f"{why} The request may be sent again."
-    return ApiError(message, status=503, kind=SERVER_ERROR, code="unavailable", headers={"Retry-After": "1"})
+    return ApiError(message, status=503, code="unavailable", headers={"Retry-After": "1"})
+
+
+@contextlib.contextmanager
+def or_unavailable() -> Iterator[None]:
+    """Turns the error of a component that does not answer now into a 503 response."""
+    try:
+        yield
+    except FarsightError as error:
+        raise ApiError(str(error), status=503, code="unavailable") from error
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -149,8 +166,7 @@ def _from_http(error: HTTPException) -> ApiError:
         message = f"Method not allowed here; allowed: {headers.get('Allow', 'another method')}."
         return ApiError(message, status=405, code="method_not_allowed", headers=headers)
     code = "not_found" if error.status_code == 404 else None
-    kind = SERVER_ERROR if error.status_code >= 500 else INVALID_REQUEST
-    return ApiError(str(error.detail), status=error.status_code, kind=kind, code=code, headers=headers)
+    return ApiError(str(error.detail), status=error.status_code, code=code, headers=headers)
 
 
 def _from_validation(details: Sequence[Any]) -> ApiError:

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
+from farsight.core.errors import InvalidValueError
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 """Characters of one stop string. At every token, text that may begin a stop string is compared with all of them,
@@ -50,21 +52,15 @@ EXPECTED: dict[str, str] = {
     "messages.tool_calls": "a list of calls, each with id, type 'function' and function",
     "messages.tool_calls.function.arguments": "a JSON object as text, in a string",
     "messages.tool_call_id": "the id of the call that this message answers, as a string",
-    "messages.reasoning_content": "a string or null",
     "tools": "a list of functions",
     "tools.type": "'function'",
     "tools.function": "an object with name, description and parameters",
     "tools.function.name": "1 to 128 characters out of a-z, A-Z, 0-9, '_', '-' and '.'",
     "tools.function.parameters": "a JSON Schema of an object",
-    "tools.function.strict": "true or false",
     "tool_choice": "'auto', 'none', 'required' or the name of a function in an object",
-    "parallel_tool_calls": "true or false",
     "chat_template_kwargs": "an object of values that the chat template knows",
-    "reasoning_effort": "'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'",
-    "include_reasoning": "true or false",
     "thinking_token_budget": "an integer >= 0",
     "messages.content": CONTENT,
-    "messages.name": "a string or null",
     "max_tokens": "an integer >= 1",
     "min_tokens": "an integer >= 0",
     "max_completion_tokens": "an integer >= 1",
@@ -78,8 +74,6 @@ EXPECTED: dict[str, str] = {
     "logit_bias": f"an object of up to {MAX_BIASES} token ids, each with a number from -100 to 100",
     "n": f"an integer from 1 to {MAX_N}",
     "best_of": f"an integer from 1 to {MAX_N}",
-    "echo": "true or false",
-    "parse_special": "true or false",
     "logprobs": f"an integer from 0 to {MAX_LOGPROBS} for a completion, true or false for a chat",
     "top_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
     "priority": f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
@@ -87,31 +81,18 @@ EXPECTED: dict[str, str] = {
     "slo": "an object with ttft and tpot, numbers of seconds",
     "slo.ttft": "a number of seconds > 0 and <= 86400",
     "slo.tpot": "a number of seconds > 0 and <= 86400",
-    "service_tier": "'auto', 'default', 'priority' or 'flex'",
     "cache_salt": "a string of 1 to 1024 characters",
     "prompt_cache_key": "a string of 1 to 1024 characters",
     "benchmark_len": "an integer >= 1",
     "seed": "an integer from 0 to 2**64 - 1, or -1 for any",
-    "use_beam_search": "true or false",
     "length_penalty": "a number from -10 to 10",
     "prompt_logprobs": f"an integer from 0 to {MAX_TOP_LOGPROBS}",
     "truncate_prompt_tokens": "an integer >= 1, or -1 for what the context takes",
-    "truncation_side": "'left' or 'right'",
     "allowed_token_ids": f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids",
     "bad_words": f"a list of up to {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_CHARS} characters",
-    "return_token_ids": "true or false",
-    "return_tokens_as_token_ids": "true or false",
-    "add_special_tokens": "true or false",
-    "add_generation_prompt": "true or false",
-    "continue_final_message": "true or false",
-    "stream_options.continuous_usage_stats": "true or false",
     "stop": f"a non-empty string of up to {MAX_STOP_CHARS} characters or a list of up to {MAX_STOP_STRINGS} of them",
     "stop_token_ids": f"a list of token ids, at most {MAX_STOP_TOKEN_IDS}",
-    "ignore_eos": "true or false",
-    "stream": "true or false",
     "stream_options": "an object and stream to be true",
-    "stream_options.include_usage": "true or false",
-    "user": "a string",
     "response_format": "an object with type 'text', 'json_object', 'json_schema' or 'structural_tag'",
     "response_format.type": "'text', 'json_object', 'json_schema' or 'structural_tag'",
     "response_format.json_schema": "an object with 'schema'",
@@ -124,7 +105,7 @@ EXPECTED: dict[str, str] = {
     "kind": "the name of a kind of component, as a string",
     "count": "an integer from 1 to 1000",
 }
-"""The expected value by field path, without list positions."""
+"""The expected value by field path, without list positions, where its type does not say it all (``errors``)."""
 
 MAX_SHOWN_CHARS = 200
 """Characters of a client's text that an error shows, as ``InvalidValueError`` does of a value."""
@@ -216,6 +197,17 @@ def refused(suffix: str, got: Any, expected: str) -> PydanticCustomError:
         suffix: The place inside the validated value, such as ``[3]`` or ``.tools``.
     """
     return PydanticCustomError("refused", "expected {expected}", {"suffix": suffix, "got": got, "expected": expected})
+
+
+def needed(value: str | None, place: str, name: str) -> str:
+    """Returns the text of a field that may not be missing here.
+
+    Raises:
+        InvalidValueError: It is missing.
+    """
+    if value is None:
+        raise InvalidValueError(f"{place}.{name}", None, "a string")
+    return value
 
 
 def is_empty(value: Any) -> bool:

@@ -13,7 +13,7 @@ from starlette.types import Receive
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Fault, Request
 from farsight.services.api.backend import Generator
-from farsight.services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
+from farsight.services.api.errors import ApiError
 from farsight.services.api.generation import ChoiceResult, Generation
 
 _T = TypeVar("_T")
@@ -84,7 +84,7 @@ async def _run_one(
             yield index, delta
             if delta.finish_reason is not None:
                 return
-    raise ApiError("The generation ended early.", status=500, kind=SERVER_ERROR, code="internal_error")
+    raise ApiError("The generation ended early.", status=500, code="internal_error")
 
 
 async def run_prefill(backend: Generator, request: Request) -> TokenDelta:
@@ -100,7 +100,7 @@ async def run_prefill(backend: Generator, request: Request) -> TokenDelta:
                 raise _failed(delta)
             if delta.finish_reason is not None:
                 return delta
-    raise ApiError("The computation ended early.", status=500, kind=SERVER_ERROR, code="internal_error")
+    raise ApiError("The computation ended early.", status=500, code="internal_error")
 
 
 async def _run_several(backend: Generator, generation: Generation) -> AsyncGenerator[tuple[int, TokenDelta], None]:
@@ -137,12 +137,12 @@ def _failed(delta: TokenDelta) -> ApiError:
     message = f"The generation failed: {reason}."
     match delta.fault:
         case Fault.REQUEST:
-            return ApiError(message, status=400, kind=INVALID_REQUEST, code="no_token_possible")
+            return ApiError(message, status=400, code="no_token_possible")
         case Fault.MODEL:
             again = "The request would fail again."
-            return ApiError(f"{message} {again}", status=500, kind=SERVER_ERROR, code="model_failed")
+            return ApiError(f"{message} {again}", status=500, code="model_failed")
     again = "The request may be sent again."
-    return ApiError(f"{message} {again}", status=503, kind=SERVER_ERROR, code="generation_failed")
+    return ApiError(f"{message} {again}", status=503, code="generation_failed")
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -134,13 +134,6 @@ class Generation:
         """Prompt tokens, each prompt counted once whatever its number of choices."""
         return sum(request.prompt_len for request in self.prompts)
 
-    def without_prompts(self) -> Generation:
-        """Leaves the prompts out, which the wire carries apart from it."""
-        return dataclasses.replace(self, prompts=())
-
-    def with_prompts(self, prompts: tuple[Request, ...]) -> Generation:
-        return dataclasses.replace(self, prompts=prompts)
-
     def named(self, owner: bytes, salt: Callable[[str], str]) -> Generation:
         """Adds the requests that run, under a new id of the client's answer.
 
@@ -170,12 +163,9 @@ class Generation:
 
 
 def _in_trace(request: Request, traceparent: str) -> Request:
-    origin = request.origin
-    return (
-        request
-        if origin is None
-        else dataclasses.replace(request, origin=dataclasses.replace(origin, traceparent=traceparent))
-    )
+    if request.origin is None:
+        return request
+    return dataclasses.replace(request, origin=dataclasses.replace(request.origin, traceparent=traceparent))
 
 
 def _with_next_seed(sampling: SamplingParams, number: int) -> SamplingParams:

@@ -1,16 +1,19 @@
 """What a request passes before the application sees it: a limit, a pace, and the manners of HTTP.
 
-Also the reply to a stray exception. A path may end with a slash, HEAD is GET without a body, OPTIONS says which methods
-there are.
+Also the reply to a stray exception, and the shape of errors under Anthropic's addresses. A path may end with a slash,
+HEAD is GET without a body, OPTIONS says which methods there are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from typing import Any
 
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from farsight.services.api.errors import ApiError, as_api_error
@@ -278,3 +281,56 @@ def _without_body(send: Send) -> Send:
         await send(message)
 
     return send_head
+
+
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(status: int, error: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns Anthropic's type and message, beside the field and the code that our errors name."""
+    kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {**error, "type": kind}}
+
+
+class AnthropicErrors:
+    """Rewrites the bodies of errors under ``ANTHROPIC_PATH``; statuses and headers stay."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(ANTHROPIC_PATH):
+            await self._app(scope, receive, send)
+            return
+        head: Message | None = None
+        body = bytearray()
+
+        async def shaped(message: Message) -> None:
+            nonlocal head
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                head = message
+            elif head is None:
+                await send(message)
+            else:
+                body.extend(message.get("body", b""))
+                if not message.get("more_body", False):
+                    await _send_shaped(head, bytes(body), send)
+
+        await self._app(scope, receive, shaped)
+
+
+async def _send_shaped(head: Message, body: bytes, send: Send) -> None:
+    with suppress(ValueError, KeyError, TypeError):  # an empty answer, such as one that no client waits for
+        body = json.dumps(anthropic_error(head["status"], json.loads(body)["error"])).encode()
+    MutableHeaders(scope=head)["content-length"] = str(len(body))
+    await send(head)
+    await send({"type": "http.response.body", "body": body})

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from farsight.core.errors import CapacityError
-from farsight.services.api.errors import SERVER_ERROR, ApiError, as_api_error, unhealthy
+from farsight.services.api.errors import ApiError, as_api_error, unhealthy
 from farsight.services.api.middleware import drop_body
 
 RETRY_AFTER_S = 1
@@ -70,7 +70,7 @@ def draining() -> ApiError:
     """Returns the response to requests that come too late."""
     message = "The server is stopping and takes no new requests. The request may be sent again."
     headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return ApiError(message, status=503, kind=SERVER_ERROR, code="draining", headers=headers)
+    return ApiError(message, status=503, code="draining", headers=headers)
 
 
 class DrainGate:

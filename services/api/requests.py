@@ -50,14 +50,10 @@ async def generation_of(
         if len(text) < _THREAD_FROM_CHARS and body.constraint is None and not body.tools:
             return _of_chat(body, text, model, encoder)
         return await asyncio.to_thread(_of_chat, body, text, model, encoder)
-    if _size(body) < _THREAD_FROM_CHARS and body.constraint is None:
+    size = sum(len(prompt) for _, prompt in body.prompts)  # in characters, or tokens
+    if size < _THREAD_FROM_CHARS and body.constraint is None:
         return make_generation(body, model, encoder)
     return await asyncio.to_thread(make_generation, body, model, encoder)
-
-
-def _size(body: CompletionRequest) -> int:
-    """Returns the length of the prompts, in characters or tokens."""
-    return sum(len(prompt) for _, prompt in body.prompts)
 
 
 def make_generation(
@@ -241,10 +237,7 @@ def _scored(request: Request, logprobs: int | None, echoes: bool, prompt_logprob
 
 
 def check_model(name: str | None, model: ModelInfo) -> None:
-    """
-    Raises:
-        ApiError: 404: another model is served here.
-    """
+    """Raises ApiError (404) if another model is served here."""
     if name is not None and name not in model.names:
         expected = " or ".join(map(repr, model.names))
         message = f"model: got {shown(name)!r}, expected {expected}, the one model that is served here"
@@ -252,10 +245,7 @@ def check_model(name: str | None, model: ModelInfo) -> None:
 
 
 def check_generates(name: str | None, model: ModelInfo) -> None:
-    """
-    Raises:
-        ApiError: 404: another model is served here; 400: it continues no text.
-    """
+    """Raises ApiError: 404 if another model is served here, 400 if it continues no text."""
     check_model(name, model)
     if not model.abilities.generates:
         message = f"model: {model.name!r} is an encoder and generates no text; it serves {model.abilities.offers}"

@@ -140,6 +140,19 @@ Content = Annotated[
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
+def named_prompts(
+    field: str, value: str | list[str] | list[int] | list[list[int]]
+) -> list[tuple[str, str | list[int]]]:
+    """Returns the prompts of a field that ``check_prompt`` takes, each with its name, as errors give it."""
+    match value:
+        case str() as text:
+            return [(field, text)]
+        case [int(), *_]:
+            return [(field, cast(list[int], value))]
+    items = cast(Sequence[str | list[int]], value)
+    return [(f"{field}[{index}]", item) for index, item in enumerate(items)]
+
+
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(None, description="Extension; every chunk says the usage so far.")
@@ -222,27 +235,17 @@ class SamplingFields(BeamFields, TargetFields):
     )
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> SamplingFields:
+    def _check_together(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise refused(".stream_options", self.stream_options.model_dump(), "null where stream is not true")
-        return self
-
-    @model_validator(mode="after")
-    def _check_prompt_logprobs(self) -> SamplingFields:
         if self.prompt_logprobs is not None and self.stream:
             raise refused(".prompt_logprobs", self.prompt_logprobs, "null where stream is true")
-        return self
-
-    @model_validator(mode="after")
-    def _check_constraint(self) -> SamplingFields:
         constraint = self.constraint
         if constraint is not None and self.ignore_eos:
             raise refused(".ignore_eos", True, f"false beside {constraint.field}: EOS ends an output that is complete")
-        return self
-
-    @model_validator(mode="after")
-    def _check_beams(self) -> SamplingFields:
-        self.check_beams(self.n or 1, self.constraint.field if self.constraint else "")
+        self.check_beams(self.n or 1, constraint.field if constraint else "")
+        if self.truncate_prompt_tokens == 0:
+            raise refused(".truncate_prompt_tokens", 0, EXPECTED["truncate_prompt_tokens"])
         return self
 
     @property
@@ -270,12 +273,6 @@ class SamplingFields(BeamFields, TargetFields):
         """Whether every chunk of a stream says the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    @model_validator(mode="after")
-    def _check_truncation(self) -> SamplingFields:
-        if self.truncate_prompt_tokens == 0:
-            raise refused(".truncate_prompt_tokens", 0, EXPECTED["truncate_prompt_tokens"])
-        return self
-
 
 class CompletionRequest(SamplingFields):
     """``POST /v1/completions``"""
@@ -301,13 +298,9 @@ class CompletionRequest(SamplingFields):
     )
 
     @model_validator(mode="after")
-    def _check_max_tokens(self) -> CompletionRequest:
+    def _check_numbers(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise refused(".max_tokens", 0, "an integer >= 1, or 0 where echo is true")
-        return self
-
-    @model_validator(mode="after")
-    def _check_best_of(self) -> CompletionRequest:
         n = self.n or 1
         if self.best_of is not None and self.best_of < n:
             raise refused(".best_of", self.best_of, f"an integer >= n = {n}")
@@ -327,13 +320,7 @@ class CompletionRequest(SamplingFields):
     @property
     def prompts(self) -> list[tuple[str, str | list[int]]]:
         """The prompts, each with the name of its field in the request."""
-        match self.prompt:
-            case str() as text:
-                return [("prompt", text)]
-            case [int(), *_]:
-                return [("prompt", cast(list[int], self.prompt))]
-        items = cast(Sequence[str | list[int]], self.prompt)
-        return [(f"prompt[{index}]", item) for index, item in enumerate(items)]
+        return named_prompts("prompt", self.prompt)
 
 
 class ChatMessage(StrictModel):

@@ -93,12 +93,15 @@ class ResponseFormat(StrictModel):
     triggers: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=MAX_TAGS)
 
     @model_validator(mode="after")
-    def _check_tags(self) -> ResponseFormat:
+    def _check_together(self) -> ResponseFormat:
         for name in ("structures", "triggers"):
             if (getattr(self, name) is None) == (self.type == "structural_tag"):
                 found = None if getattr(self, name) is None else "a list"
                 expected = "a list" if self.type == "structural_tag" else f"null where type is {self.type!r}"
                 raise refused(f".{name}", found, expected)
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            expected = "an object with 'schema'" if self.type == "json_schema" else f"null where type is {self.type!r}"
+            raise refused(".json_schema", None if self.json_schema is None else "an object", expected)
         return self
 
     @property
@@ -107,13 +110,6 @@ class ResponseFormat(StrictModel):
         if self.structures is None or self.triggers is None:
             return None
         return StructuralTag.model_construct(structures=self.structures, triggers=self.triggers)
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> ResponseFormat:
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            expected = "an object with 'schema'" if self.type == "json_schema" else f"null where type is {self.type!r}"
-            raise refused(".json_schema", None if self.json_schema is None else "an object", expected)
-        return self
 
 
 StructuralTagField = Annotated[

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from farsight.core.request import check_token_ids
-from farsight.services.api.access.presented import own_salt
+from farsight.services.api.access.keys import own_salt
 from farsight.services.api.backend import Generator
-from farsight.services.api.bodies import JsonRoute, read_whole
+from farsight.services.api.bodies import JsonRoute, LargeBodyRoute
+from farsight.services.api.errors import ERRORS
 from farsight.services.api.fields import StrictModel, refused
 from farsight.services.api.generate import while_connected
 from farsight.services.api.requests import check_model, prompt_ids_of
@@ -53,13 +54,7 @@ class DetokenizeReply(BaseModel):
     prompt: str
 
 
-def token_routes(
-    backend: Generator,
-    encoder: PromptEncoder,
-    errors: dict[int | str, dict[str, Any]],
-    *,
-    shares_across_keys: bool,
-) -> APIRouter:
+def token_routes(backend: Generator, encoder: PromptEncoder, *, shares_across_keys: bool) -> APIRouter:
     """The routes. Other bodies of 64 KiB or more than those of chats with pictures get 413.
 
     Args:
@@ -74,27 +69,22 @@ def token_routes(
         encoded = await asyncio.to_thread(encoder.encode_prompt, body.prompt, add_special_tokens=special)
         return encoded.ids
 
-    async def reply_to(body: TokenizeRequest, request: Request) -> TokenizeReply:
+    class LargeChats(LargeBodyRoute):
+        """Takes a large body where pictures make it large."""
+
+        async def handle_large(self, request: Request, body: bytes) -> Response:
+            may_be_large = self.path_format == "/tokenize" and backend.model.image_input is not None
+            return await (LargeBodyRoute if may_be_large else JsonRoute).handle_large(self, request, body)
+
+    router = APIRouter(tags=["tokens"], responses=ERRORS, route_class=LargeChats)
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeReply:
         model = backend.model
         check_model(body.model, model)
         ids = await ids_of(body, request)
         names = [encoder.texts.text(token_id) for token_id in ids] if body.return_token_strs else None
         return TokenizeReply(count=len(ids), max_model_len=model.max_model_len, tokens=list(ids), token_strs=names)
-
-    class LargeChats(JsonRoute):
-        """Takes a large body where pictures make it large."""
-
-        async def handle_large(self, request: Request, body: bytes) -> Response:
-            if self.path_format != "/tokenize" or backend.model.image_input is None:
-                return await super().handle_large(request, body)
-            reply = await reply_to(await read_whole(TokenizeRequest, body), request)
-            return JSONResponse(reply.model_dump(mode="json"))
-
-    router = APIRouter(tags=["tokens"], responses=errors, route_class=LargeChats)
-
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeReply:
-        return await reply_to(body, request)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeReply:

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import psutil
+import ray
 import typer
 import uvloop
+from ray.exceptions import RayActorError, RayError
 
+from farsight.actors.runtime.hosts import create_host
+from farsight.actors.runtime.names import SUPERVISOR, host_of
+from farsight.actors.runtime.peer import Site
 from farsight.core.children import end_with_parent
 from farsight.core.config.load import FarsightConfig, load_config
 from farsight.services.api.app import build_app
+from farsight.services.api.backend import Generator
 from farsight.services.api.batches.lines import LineResult, read_batch
-from farsight.services.api.batches.sender import run_lines
-from farsight.services.batch.backend import open_backend
+from farsight.services.api.batches.sender import ForecastLines, run_lines
+from farsight.services.api.text.prompts import PromptEncoder
 from farsight.services.batch.progress import LOCK_WAIT_S, ProgressStore
 from farsight.services.batch.submit import DEFAULT_CONCURRENCY
+from farsight.services.ingress.ingress import open_client
+from farsight.services.ingress.predictor_client import line_forecasts
+from farsight.services.launch.cluster import ServiceFailed
 from farsight.services.launch.failures import failing_in_lines
+from farsight.services.launch.launch import find_model, find_site, start_components
 from farsight.services.launch.stages import Stages
 
 PROGRESS_INTERVAL_S = 5.0
@@ -76,6 +90,80 @@ async def _run(store: ProgressStore, config: FarsightConfig, concurrency: int, p
         served = build_app(backend, encoder, max_body_bytes=config.server.max_body_bytes)
         places = asyncio.Semaphore(concurrency)
         await run_lines(served, store.left(), keep, places, forecast_lines=forecast_lines)
+
+
+_GCS_FLAG = "--gcs-address="
+
+
+@contextlib.asynccontextmanager
+async def open_backend(
+    config: FarsightConfig, stages: Stages
+) -> AsyncGenerator[tuple[Generator, PromptEncoder, ForecastLines | None], None]:
+    """The backend of one job, the encoder of its model and what forecasts its lines, if its preset reads forecasts.
+
+    Closing it ends every component it started.
+
+    Runs in the job's driver, on the event loop that will send the requests.
+
+    Raises:
+        FarsightError: The model cannot be served, or a component did not start.
+    """
+    site = _own_site(config)
+    try:
+        ray.init(address=_cluster_address(), namespace=site.namespace, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise ServiceFailed(f"the job cannot connect to its own cluster: {error}") from error
+    try:
+        holder = asyncio.create_task(_hold(create_host(host_of(SUPERVISOR, site.placement), site, 0)))
+        await _start(site, stages)
+        client = await open_client(site)
+        try:
+            encoder = PromptEncoder(Path(site.model_dir), site.config.model)
+            yield client, encoder, line_forecasts(client, encoder)
+        finally:
+            await client.close()
+            holder.cancel()
+    finally:
+        ray.shutdown()
+
+
+async def _hold(host: Any) -> None:
+    """Keeps the handle exactly as long as the actor lives.
+
+    An actor that is not detached ends with its creator's handle. While that handle exists, the name of a dead actor
+    stays taken for the next one.
+    """
+    with contextlib.suppress(RayError):
+        await host.ended.remote()
+
+
+async def _start(site: Site, stages: Stages) -> None:
+    try:
+        with stages.stage("Supervisor", lambda: "its process"):
+            starting = start_components(site)
+    except RayActorError as error:
+        raise ServiceFailed(f"the supervisor died while it started: {error}") from error
+    await asyncio.to_thread(starting.wait, stages)
+
+
+def _cluster_address() -> str | None:
+    """The address of the cluster that runs this job, read from this process's raylet; None if there is no raylet.
+
+    The RAY_ADDRESS that Ray sets for a job may name any cluster on the machine unless ``ray start`` began this one.
+    """
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            words: list[str] = process.cmdline()
+            for word in words:
+                if word.startswith(_GCS_FLAG):
+                    return word.removeprefix(_GCS_FLAG)
+    return None
+
+
+def _own_site(config: FarsightConfig) -> Site:
+    """Unique names, since other services may run in the cluster, and no detached actor: all end with the job."""
+    site = find_site(config, find_model(config))
+    return Site(site.config, site.model_dir, site.placement, f"farsight-batch-{uuid.uuid4().hex[:8]}", detached=False)
 
 
 class Progress:

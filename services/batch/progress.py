@@ -266,10 +266,7 @@ def _sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """
-    Raises:
-        FarsightError: Replaces an ``OSError``.
-    """
+    """Turns an ``OSError`` into a FarsightError."""
     try:
         yield
     except OSError as error:

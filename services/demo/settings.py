@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,15 +98,9 @@ class DemoSettings:
 
 
 def to_toml(tables: dict[str, dict[str, Any]]) -> str:
-    """The tables as TOML; values are strings without quotes, numbers and booleans."""
+    """The tables as TOML; values are strings, numbers and booleans."""
     lines = []
     for name, fields in tables.items():
         lines.append(f"[{name}]")
-        lines += [f"{field} = {_literal(value)}" for field, value in fields.items()]
+        lines += [f"{field} = {json.dumps(value)}" for field, value in fields.items()]  # JSON of a scalar is TOML
     return "\n".join(lines) + "\n"
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -39,9 +39,8 @@ from farsight.services.ingress.image_client import ImageClient
 from farsight.services.ingress.ledger import RequestLedger
 from farsight.services.ingress.overview import Overview
 from farsight.services.ingress.predictor_client import PredictorClient, question_of
-from farsight.services.ingress.prefixes import prefix_hashes
-from farsight.services.ingress.streams import ClientStream, TokenInbox, fail_stream
-from farsight.services.ingress.versions import REPLACED, OpenRequests
+from farsight.services.ingress.streams import ClientStream, TokenInbox, fail_stream, prefix_hashes
+from farsight.services.ingress.supervisor_link import REPLACED, OpenRequests
 
 ANNOUNCE_S = 0.5
 """Seconds between announcements of the open requests to the Router, which answers with the lost ones."""
@@ -160,7 +159,7 @@ class EngineClient:
             self.first_check.leave(admitted)
             raise
         try:
-            with self._images.held(request):
+            with self._images.held(request) if request.images else nullcontext():
                 if text is not None and self.forecaster is not None:
                     await self._ask(stream, text, self.forecaster)
                 self._ledger.open(stream)

@@ -23,13 +23,35 @@ from farsight.core.messages.requests import LoadSnapshot
 
 TIMEOUT_S = 2.0
 
+PAGE = 1000
+"""Records of one reply: reading them takes about 10 ms of the event loop."""
+
+MOST_RECORDS = 10_000
+"""Latest ended requests that are searched."""
+
+MOST_BEFORE = 2000
+"""Records before the request's own that are read."""
+
+SEARCH_TIMEOUT_S = 5.0
+_END = 2**63 - 1
+
+
+def served_settings(config: FarsightConfig) -> str:
+    """Returns the tables of a server by which its policies decide, as ``ServedAs.settings``."""
+    return json.dumps({name: dataclasses.asdict(getattr(config, name)) for name in ("scheduler", "placement", "batch")})
+
 
 class Explanations:
-    """Asks the log store and the Router, which asks the Schedulers."""
+    """Asks the log store, and the Router, which asks the Schedulers.
 
-    def __init__(self, peers: PeerBook) -> None:
+    Args:
+        config: The service's configuration.
+    """
+
+    def __init__(self, peers: PeerBook, config: FarsightConfig) -> None:
         self._router = peers.router()
         self._log_store = peers.log_store()
+        self._settings = served_settings(config)
 
     async def find(self, response_id: str, own: Iterable[RequestTrace]) -> tuple[RequestTrace, ...]:
         """Traces the requests behind an answer: each trace once, in order of ids; none if the answer is not known.
@@ -52,45 +74,6 @@ class Explanations:
         if failures and not found:
             raise FarsightError(f"it cannot be said now: {failures[0]!r}") from failures[0]
         return tuple(found[trace_id] for trace_id in sorted(found))
-
-
-def _traces(reply: RequestTraces | BaseException, failures: list[BaseException]) -> tuple[RequestTrace, ...]:
-    if isinstance(reply, FarsightError | TimeoutError):
-        failures.append(reply)
-        return ()
-    if isinstance(reply, BaseException):
-        raise reply
-    return reply.records
-
-
-PAGE = 1000
-"""Records of one reply: reading them takes about 10 ms of the event loop."""
-
-MOST_RECORDS = 10_000
-"""Latest ended requests that are searched."""
-
-MOST_BEFORE = 2000
-"""Records before the request's own that are read."""
-
-SEARCH_TIMEOUT_S = 5.0
-_END = 2**63 - 1
-
-
-def served_settings(config: FarsightConfig) -> str:
-    """Returns the tables of a server by which its policies decide, as ``ServedAs.settings``."""
-    return json.dumps({name: dataclasses.asdict(getattr(config, name)) for name in ("scheduler", "placement", "batch")})
-
-
-class LoggedRequests:
-    """Reads the log from its end backwards.
-
-    Args:
-        config: The service's configuration.
-    """
-
-    def __init__(self, peers: PeerBook, config: FarsightConfig) -> None:
-        self._log_store = peers.log_store()
-        self._settings = served_settings(config)
 
     async def around(self, request_id: str, seen: LoadSnapshot | None) -> LoggedWindow | None:
         """Returns the window of the log around a request; None if it is not among the latest.
@@ -128,3 +111,12 @@ class LoggedRequests:
             records = (*page.records, *records)
             end = first
         return None if before is None else records
+
+
+def _traces(reply: RequestTraces | BaseException, failures: list[BaseException]) -> tuple[RequestTrace, ...]:
+    if isinstance(reply, FarsightError | TimeoutError):
+        failures.append(reply)
+        return ()
+    if isinstance(reply, BaseException):
+        raise reply
+    return reply.records

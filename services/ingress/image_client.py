@@ -15,7 +15,7 @@ from farsight.core.images import EncodedImage, EncodeImages, ImageFile, digest_o
 from farsight.core.request import Request
 from farsight.engine.vision.row_files import RowHolder
 from farsight.services.api.errors import ApiError, unavailable
-from farsight.services.api.pictures.fetching import FetchLimits, PictureFetcher, Wanted
+from farsight.services.api.pictures.fetching import FetchLimits, PictureFetcher
 
 COUNTS_S = 5.0
 """Seconds between two lookups of the number of encoders."""
@@ -56,7 +56,7 @@ class ImageClient:
 
     async def see(self, files: Sequence[ImageFile], salt: str) -> tuple[EncodedImage, ...]:
         """Returns what the model reads, as ``Generator.see``; asks an encoder that dies again when it is back."""
-        wanted = [Wanted(file.field, file.url) for file in files if file.url]
+        wanted = [file for file in files if file.url]
         if not wanted:
             return await self._seen(files, salt)
         async with self._fetcher.fetched(wanted) as found:

@@ -37,7 +37,7 @@ from farsight.services.api.body_workers import BodyWorkers
 from farsight.services.api.middleware import LoopPace
 from farsight.services.api.readiness import Readiness
 from farsight.services.api.streams.manager import StreamManager
-from farsight.services.api.text.prompts import PromptEncoder, text_settings
+from farsight.services.api.text.prompts import PromptEncoder
 from farsight.services.ingress.engine_client import EngineClient
 from farsight.services.ingress.liveness import Liveness, publish
 from farsight.services.ingress.paced_http import pace_http
@@ -75,7 +75,7 @@ class Ingress:
     def __init__(self, site: Site, scales_ingress: bool) -> None:
         send_log_lines(f"ingress-{os.getpid()}", site.config.server.log_format)
         self._site = site
-        self._encoder = PromptEncoder(Path(site.model_dir), text_settings(site.config.model))
+        self._encoder = PromptEncoder(Path(site.model_dir), site.config.model)
         self._administration = Administration(os.environ.get(ADMIN_TOKEN_VARIABLE, ""), scales_ingress)
 
     async def __serve_build_asgi_app__(self) -> Any:
@@ -108,7 +108,7 @@ class Ingress:
         manager = StreamManager(self._site.peers().stream_store())
         self._keeping = asyncio.create_task(again_and_again(manager.run, LOOK_AGAIN_S))
         shares = server.prefix_sharing == "all" or (server.prefix_sharing == "auto" and access.is_open)
-        workers = BodyWorkers(self._site.model_dir, text_settings(self._site.config.model))
+        workers = BodyWorkers(self._site.model_dir, self._site.config.model)
         batches = self._make_batches()
         if batches is not None:
             self._running = asyncio.create_task(self._run_batches(batches, client, access, workers, shares=shares))

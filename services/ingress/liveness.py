@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 from farsight.services.api.answers.replies import Health
 from farsight.services.api.errors import ApiError, unhealthy
 from farsight.services.api.readiness import Readiness
 from farsight.services.proxy.haproxy_config import CHECK_PATH, HEALTH_PATH, LIVENESS_FOLDER, READY_PATH
+from farsight.services.proxy.timed_http import raw_reply
 
 BEAT_S = 0.25
 HUNG_S = 10.0
@@ -56,7 +56,7 @@ class Liveness:
         self._beat: asyncio.TimerHandle | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: set[_Connection] = set()
+        self._num_open = 0
         self.port = 0
 
     @property
@@ -91,7 +91,7 @@ class Liveness:
         self._loop = loop = asyncio.SelectorEventLoop()  # whatever the process uses elsewhere
         try:
             server = loop.run_until_complete(
-                loop.create_server(lambda: _Connection(self.reply, self._open), "127.0.0.1", 0)
+                asyncio.start_server(self._answer, "127.0.0.1", 0, limit=MAX_REQUEST_BYTES)
             )
         except OSError as error:
             watched.call_soon_threadsafe(listens.set_exception, error)
@@ -101,10 +101,29 @@ class Liveness:
         watched.call_soon_threadsafe(listens.set_result, None)
         loop.run_forever()
         server.close()
-        for connection in self._open:
-            connection.give_up()
+        calls = asyncio.all_tasks(loop)
+        for call in calls:
+            call.cancel()
+        if calls:
+            loop.run_until_complete(asyncio.wait(calls))
         loop.run_until_complete(server.wait_closed())
         loop.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers the one question of a connection; closes one that asks none, or too much, without an answer."""
+        self._num_open += 1
+        try:
+            if self._num_open <= MAX_CONNECTIONS:
+                async with asyncio.timeout(REQUEST_S):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self.reply(head))
+                writer.close()
+        except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
+            return
+        finally:
+            self._num_open -= 1
+            if not writer.is_closing():
+                writer.transport.abort()
 
     def reply(self, head: bytes) -> bytes:
         """Returns the answer to a request that begins with ``head``."""
@@ -125,55 +144,12 @@ class Liveness:
         return _http(404, ApiError(f"There is no {path}.", code="not_found").body())
 
 
-class _Connection(asyncio.Protocol):
-    """One question, one answer."""
-
-    def __init__(self, reply: Callable[[bytes], bytes], all_open: set[_Connection]) -> None:
-        self._reply = reply
-        self._all_open = all_open
-        self._transport: asyncio.Transport | None = None
-        self._patience: asyncio.TimerHandle | None = None
-        self._head = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own is not a subclass
-        if len(self._all_open) >= MAX_CONNECTIONS:
-            self._transport.abort()
-            return
-        self._all_open.add(self)
-        self._patience = asyncio.get_running_loop().call_later(REQUEST_S, self.give_up)
-
-    def data_received(self, data: bytes) -> None:
-        assert self._transport is not None
-        self._head += data
-        if b"\r\n\r\n" in self._head:
-            self._transport.write(self._reply(self._head))
-            self._transport.close()
-        elif len(self._head) > MAX_REQUEST_BYTES:
-            self.give_up()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._all_open.discard(self)
-        if self._patience is not None:
-            self._patience.cancel()
-
-    def give_up(self) -> None:
-        """Closes the connection without an answer."""
-        if self._transport is not None:
-            self._transport.abort()
-
-
-_PHRASES = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
-
-
 def _refused(error: ApiError) -> bytes:
     return _http(error.status, error.body(), "".join(f"{name}: {value}\r\n" for name, value in error.headers.items()))
 
 
 def _http(status: int, body: dict[str, object], headers: str = "") -> bytes:
-    data = json.dumps(body).encode()
-    head = f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: application/json\r\n{headers}"
-    return f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+    return raw_reply(status, json.dumps(body).encode(), headers)
 
 
 def publish(port: int, replica_id: str, directory: Path) -> None:

@@ -19,7 +19,7 @@ from farsight.core.forecast import Forecast, ForecastQuestion, ForecastQuestions
 from farsight.core.messages.status import FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from farsight.core.request import Request
 from farsight.services.api.batches.lines import BatchLine
-from farsight.services.api.batches.order import ForecastLines
+from farsight.services.api.batches.sender import ForecastLines
 from farsight.services.api.errors import ApiError
 from farsight.services.api.generation import PromptText
 from farsight.services.api.requests import generation_of

@@ -8,10 +8,12 @@ import time
 from dataclasses import dataclass, field, replace
 
 from farsight.core.decisions import Decision, Facts, on_clock, pack_decisions
+from farsight.core.images import identity_ids
 from farsight.core.messages.log import FinishedRequest, RequestTrace
 from farsight.core.messages.requests import Promise
 from farsight.core.messages.tokens import TokenBatches, TokenDelta, joined
 from farsight.core.request import Request
+from farsight.kvcache.block_manager import hash_blocks, salted_root
 from farsight.services.api.answers.served import ANSWER, AnswerPromise
 from farsight.services.ingress.first_check import CountedRequest
 from farsight.services.ingress.ledger import OpenStream
@@ -220,3 +222,15 @@ def fail_stream(stream: ClientStream, attempts: int, reason: str) -> None:
         reason = f"{reason}; {stream.trouble}"
     stream.reason = "error"
     stream.deltas.put(TokenDelta(stream.request.request_id, attempts, 0, (), "", "error", reason))
+
+
+def prefix_hashes(request: Request, block_size: int) -> tuple[int, ...]:
+    """Hashes the prompt's full blocks; an image counts by its content. Empty where the request can share none.
+
+    Args:
+        block_size: 0 where the placement compares no prompts.
+    """
+    if not block_size or request.sampling.computes_prompt:
+        return ()
+    named = identity_ids(request.prompt_ids, request.images)
+    return tuple(hash_blocks(named, block_size, salted_root(request.cache_salt)))

@@ -1,20 +1,35 @@
-"""The exchange of an ingress replica with the Supervisor: whether it watches, when to drain, tenants and traffic."""
+"""The exchange of an ingress replica with the Supervisor: whether it watches, when to drain, tenants and traffic.
+
+And the open requests by the version of the weights that they run on, which the Supervisor switches.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import logging
+import math
+import time
 import uuid
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
 
+from farsight.actors.calls.scheduling import RouterCalls
 from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost
+from farsight.core.config.load import FarsightConfig
+from farsight.core.config.rolling import changed
 from farsight.core.errors import FarsightError
 from farsight.core.messages.supervision import IngressOrders, IngressReport
 from farsight.core.messages.tenants import TenantReport, TenantUsage
+from farsight.core.request import Request
 from farsight.core.series.tally import TrafficTally
 from farsight.services.api.access.access_control import AccessControl
+from farsight.services.api.backend import ModelInfo
 from farsight.services.api.readiness import Readiness
+from farsight.services.ingress.first_check import FirstCheck
+from farsight.services.ingress.ledger import RequestLedger
+from farsight.services.ingress.streams import ClientStream, fail_stream
 
 logger = logging.getLogger(__name__)
 
@@ -26,25 +41,98 @@ SUPERVISED_S = 5.0
 replaced then."""
 
 STOPPED = "the server is stopping, and the time for requests to end is over"
+REPLACED = "its weights were replaced, and the time for it to end is over"
 
 
-class Streams(Protocol):
-    """The open requests of an ingress replica."""
+class OpenRequests:
+    """The open requests of an ingress replica, as the Supervisor asks about them, switches their weights and ends them.
+
+    Args:
+        model: What clients may know about the model.
+        first_check: The check of new requests, whose limits may change.
+        streams: The open requests by id, as their owner opens and closes them.
+        ledger: Knows which of them have ended.
+        router: Answers which model runs now.
+        wake: Called when there is a message for the Router.
+
+    Attributes:
+        model_version: Version of the weights that new requests run on.
+    """
+
+    def __init__(
+        self,
+        config: FarsightConfig,
+        model: ModelInfo,
+        first_check: FirstCheck,
+        streams: Mapping[str, ClientStream],
+        ledger: RequestLedger,
+        router: RouterCalls,
+        wake: Callable[[], None],
+    ) -> None:
+        self.model, self.model_version = model, 0
+        self.ingress_id = ledger.ingress_id
+        self._config = config
+        self._first_check = first_check
+        self._streams = streams
+        self._ledger = ledger
+        self._router = router
+        self._wake = wake
+        self._limits_changed = "{}"
+        self._oldest_served = 0
+
+    def use_limits(self, limits: str) -> None:
+        """Checks new requests by these settings instead of the start's; by section, as JSON."""
+        if limits != self._limits_changed:
+            self._first_check.limits = changed(self._config, json.loads(limits)).server
+            self._limits_changed = limits
 
     @property
-    def ingress_id(self) -> str: ...
+    def deadline_s(self) -> float:
+        """Seconds within which another server has to send a first token."""
+        return self._first_check.limits.first_token_deadline_s if self._config.replica else math.inf
 
     @property
-    def model_version(self) -> int: ...
+    def own_deadline_s(self) -> float:
+        """Seconds within which any request has to have a first token."""
+        limits = self._first_check.limits
+        return limits.max_wait_s + limits.first_token_deadline_s if limits.max_wait_s else math.inf
 
     @property
-    def oldest_version(self) -> int: ...
+    def oldest_version(self) -> int:
+        """The lowest version of the weights of an open request; the version of new requests if none is open."""
+        return min((each.request.model_version for each in self._streams.values()), default=self.model_version)
 
-    async def use_weights(self, version: int, oldest: int) -> None: ...
+    async def use_weights(self, version: int, oldest: int) -> None:
+        """Runs new requests on this version; ends requests on weights below ``oldest`` with an error.
 
-    def use_limits(self, limits: str) -> None: ...
+        Raises:
+            PeerLost: The Router does not answer; nothing has changed.
+        """
+        if (version, oldest) == (self.model_version, self._oldest_served):
+            return
+        served = await self._router.model()
+        if served is not None:  # the model may hold longer or shorter sequences
+            ready = served.ready
+            length, pool_limited = ready.max_model_len, ready.pool_limited
+            self.model = dataclasses.replace(self.model, max_model_len=length, pool_limited=pool_limited)
+        self.model = dataclasses.replace(self.model, version=version)
+        self.model_version, self._oldest_served = version, oldest
+        self.end_streams(REPLACED, oldest)
 
-    def end_streams(self, reason: str) -> None: ...
+    def is_replaced(self, request: Request) -> bool:
+        """Returns whether a request to resume began with weights that no replica runs any more."""
+        return bool(request.output_ids) and request.model_version < self._oldest_served
+
+    def end_streams(self, reason: str, oldest: int | None = None) -> None:
+        """Ends every open request with an error, or only requests on weights below version ``oldest``."""
+        for stream in list(self._streams.values()):
+            request = stream.request
+            if oldest is not None and request.model_version >= oldest:
+                continue
+            if self._ledger.replica_of(request.request_id) is not None:  # else its end is on its way
+                self._ledger.close(request.request_id, time.monotonic())
+                fail_stream(stream, stream.attempts, reason)
+        self._wake()
 
 
 class SupervisorLink:
@@ -57,7 +145,7 @@ class SupervisorLink:
         streams: The open requests, and the weights for new ones.
     """
 
-    def __init__(self, peers: PeerBook, readiness: Readiness, streams: Streams) -> None:
+    def __init__(self, peers: PeerBook, readiness: Readiness, streams: OpenRequests) -> None:
         self._supervisor = peers.supervisor()
         self._readiness = readiness
         self._streams = streams
@@ -138,14 +226,11 @@ class TenantExchange:
     """Reports the counts of access control, and corrects its budgets by the answers.
 
     While no Supervisor answers, access control goes on with the budgets it has; the next report holds all counts since.
-
-    Args:
-        ingress_id: Names this life of the ingress replica.
     """
 
-    def __init__(self, peers: PeerBook, ingress_id: str | None = None) -> None:
+    def __init__(self, peers: PeerBook) -> None:
         self._supervisor = peers.supervisor()
-        self._ingress_id = ingress_id or uuid.uuid4().hex
+        self._ingress_id = uuid.uuid4().hex  # names this life of the ingress replica
         self._epoch = ""
 
     async def run(self, access: AccessControl) -> None:

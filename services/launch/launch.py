@@ -93,7 +93,7 @@ def find_model(config: FarsightConfig) -> LocatedModel:
     from farsight.engine.checkpoint.model_config import resolve_model_dir
     from farsight.engine.parallel.mesh import Mesh
     from farsight.engine.vocabulary import vocabulary_size
-    from farsight.services.api.text.prompts import PromptEncoder, text_settings
+    from farsight.services.api.text.prompts import PromptEncoder
 
     model = LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
     if config.model.path == VISION_PATH:
@@ -107,7 +107,7 @@ def find_model(config: FarsightConfig) -> LocatedModel:
         check_worker(model.directory, config.engine, mesh)
     else:
         vocabulary_size(model.directory)
-    return dataclasses.replace(model, chats=PromptEncoder(model.directory, text_settings(config.model)).chats)
+    return dataclasses.replace(model, chats=PromptEncoder(model.directory, config.model).chats)
 
 
 def _absolute(path: str) -> str:

@@ -49,12 +49,17 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 def answers(admin_socket: Path) -> bool:
     """Whether HAProxy answers at its admin socket, which the same threads serve as its clients."""
+    return bool(_asked(admin_socket, b"show version\n", ANSWER_S))
+
+
+def _asked(admin_socket: Path, question: bytes, timeout_s: float) -> bytes:
+    """Returns HAProxy's answer; nothing if it does not answer in time."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as admin:
-        admin.settimeout(ANSWER_S)
+        admin.settimeout(timeout_s)
         admin.connect(str(admin_socket))
-        admin.sendall(b"show version\n")
-        return bool(admin.recv(64))
-    return False
+        admin.sendall(question)
+        return b"".join(iter(lambda: admin.recv(65536), b""))
+    return b""
 
 
 @dataclass(slots=True)
@@ -273,13 +278,8 @@ class HAProxyRunner:
 
     def routes(self) -> bool:
         """Whether clients' requests reach an ingress replica: HAProxy has found one alive."""
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as admin:
-            admin.settimeout(_STOP_S)
-            admin.connect(str(self._settings.directory / SOCKET_FILE))
-            admin.sendall(b"show stat\n")
-            rows = b"".join(iter(lambda: admin.recv(65536), b"")).decode().splitlines()
-            return any(_is_up(row.split(",")) for row in rows)
-        return False
+        told = _asked(self._settings.directory / SOCKET_FILE, b"show stat\n", _STOP_S)
+        return any(_is_up(row.split(",")) for row in told.decode().splitlines())
 
     def _follow(self) -> None:
         self._following.wait()

@@ -129,10 +129,18 @@ class TimedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        body = error_json(status, message).encode()
-        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
-        self.transport.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        self.transport.write(raw_reply(status, error_json(status, message).encode()))
         self.transport.close()
+
+
+def raw_reply(status: int, body: bytes, headers: str = "") -> bytes:
+    """Returns the last answer of a connection, with JSON.
+
+    Args:
+        headers: Further lines of the head, each with its line end.
+    """
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n{headers}"
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 
 def _bound_writing(transport: asyncio.BaseTransport, seconds: float) -> None:

@@ -19,6 +19,7 @@ from tests.free_ports import free_port
 from tests.unit.actors.components import until
 from tests.unit.actors.external.test_backend import backend
 from tests.unit.engine.gguf_files import write_gguf
+from tests.unit.services.api.api_support import chat_ids
 
 LLAMA_SERVER = os.environ.get("FARSIGHT_LLAMA_SERVER", "")
 NAME = "served-by-llama-cpp"
@@ -42,7 +43,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def test_llama_cpp_answers_as_our_own_engine(url: str) -> None:
-    prompt = PromptEncoder(EMBEDDED_MODEL).encode_chat(MESSAGES)
+    prompt = chat_ids(PromptEncoder(EMBEDDED_MODEL), MESSAGES)
     samplings = [SamplingParams(30), SamplingParams(5), SamplingParams(30, stop=("ze",))]
     async with backend(url, model=NAME, max_model_len=MAX_LEN, max_num_seqs=SLOTS) as replica:
         await until(lambda: replica.listener.ready is not None)

@@ -14,6 +14,7 @@ from tests.e2e.other_servers import ANSWER, MESSAGES, answer, answer_to_chat, ot
 from tests.free_ports import free_port
 from tests.unit.actors.components import until
 from tests.unit.actors.external.test_backend import backend
+from tests.unit.services.api.api_support import chat_ids
 
 VLLM = os.environ.get("FARSIGHT_VLLM", "")
 NAME = "served-by-vllm"
@@ -37,7 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def test_vllm_answers_as_our_own_engine(url: str) -> None:
-    prompt = PromptEncoder(EMBEDDED_MODEL).encode_chat(MESSAGES)
+    prompt = chat_ids(PromptEncoder(EMBEDDED_MODEL), MESSAGES)
     samplings = [
         SamplingParams(30),
         SamplingParams(5),

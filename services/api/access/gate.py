@@ -18,12 +18,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from farsight.core.messages.tenants import TenantUsage
 from farsight.policies.tenancy.budgets import Excess, LocalBudget
-from farsight.services.api.access.access_control import AccessControl, in_flight
-from farsight.services.api.access.failures import MAX_SLOWED, SLOW_S
-from farsight.services.api.access.keys import CURRENT, SCOPE_KEY, Caller, Role
-from farsight.services.api.access.presented import ConflictingKeys, client_address, host_of, presented_key
+from farsight.services.api.access.access_control import MAX_SLOWED, SLOW_S, AccessControl, in_flight
+from farsight.services.api.access.keys import (
+    CURRENT,
+    SCOPE_KEY,
+    Caller,
+    ConflictingKeys,
+    Role,
+    client_address,
+    host_of,
+    presented_key,
+)
 from farsight.services.api.access.roles import Everyone, RouteRoles
-from farsight.services.api.errors import ApiError
+from farsight.services.api.errors import ERRORS, ApiError
 from farsight.services.api.generation import GPU_SECONDS_DIGITS
 
 _LIMIT_NAMES = {
@@ -215,9 +222,9 @@ class UsageReply(BaseModel):
     data: list[UsageOfTenant]
 
 
-def usage_routes(access: AccessControl, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
+def usage_routes(access: AccessControl) -> APIRouter:
     """Returns the route that shows a key its own tenant, and one with the role ``observe`` or ``admin`` all tenants."""
-    router = APIRouter(prefix="/v1", tags=["operation"], responses=errors)
+    router = APIRouter(prefix="/v1", tags=["operation"], responses=ERRORS)
 
     @router.get("/usage")
     async def usage() -> UsageReply:

@@ -38,10 +38,7 @@ class KeyFile:
 
 
 def read_key_file(path: Path) -> KeyFile:
-    """
-    Raises:
-        FarsightError: The file is missing, is open to other users, is too large, or holds something else.
-    """
+    """Reads the file; raises FarsightError if it is missing, open to other users, too large, or something else."""
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
@@ -143,10 +140,7 @@ def _parse(value: Any) -> KeyFile:
 
 
 def parse_tenant(name: str, value: Any) -> Tenant:
-    """
-    Raises:
-        InvalidValueError: A limit is wrong; names it.
-    """
+    """Makes a tenant from its entry; raises InvalidValueError, which names the limit, if one is wrong."""
     place = f"tenants.{name}"
     table = _table(place, value, {*_COUNTS, *_PRIORITIES, "weight"})
     for key in _COUNTS:
@@ -185,10 +179,7 @@ def _parse_key(place: str, value: Any) -> KeyRecord:
 
 
 def checked_name(field: str, value: Any) -> str:
-    """
-    Raises:
-        InvalidValueError: It is no name of a key or tenant.
-    """
+    """Returns the name of a key or tenant; raises InvalidValueError if it is none."""
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise InvalidValueError(field, value, NAME_RULE)
     return value

@@ -11,11 +11,9 @@ from farsight.core.images import EncodedImage, ImageFile
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Request
 from farsight.services.api.access.access_control import AccessControl
-from farsight.services.api.access.keys import CURRENT, Caller
-from farsight.services.api.access.presented import owner_of, salt_of
+from farsight.services.api.access.keys import CURRENT, Caller, owner_of, salt_of
 from farsight.services.api.backend import Generator, ModelInfo
-from farsight.services.api.field_groups import PRIORITY_TIER
-from farsight.services.api.generation import Generation, PromptText, first_cached_len
+from farsight.services.api.generation import PromptText, first_cached_len
 
 
 class MeteredGenerator:
@@ -34,7 +32,7 @@ class MeteredGenerator:
     def model(self) -> ModelInfo:
         return self._generator.model
 
-    async def stream(
+    def stream(
         self, request: Request, text: PromptText | None = None, key: str = ""
     ) -> AsyncGenerator[TokenDelta, None]:
         """As ``Generator.stream``; tokens count for the caller's tenant as they come.
@@ -42,12 +40,11 @@ class MeteredGenerator:
         Where keys are in use, the tenant's name is the ``key`` that requests in flight are counted by.
         """
         caller = CURRENT.get()
-        if caller is not None:
-            request, key = self._owned(request, caller), caller.tenant.name
-        deltas = self._generator.stream(request, text, key)
-        async with aclosing(self._counted(deltas, 0 if request.output_ids else request.prompt_len, caller)) as counted:
-            async for delta in counted:
-                yield delta
+        if caller is None:
+            return self._generator.stream(request, text, key)
+        deltas = self._generator.stream(self._owned(request, caller), text, caller.tenant.name)
+        # The prompt of a request that goes on has been counted.
+        return self._counted(deltas, 0 if request.output_ids else request.prompt_len, caller)
 
     def _owned(self, request: Request, caller: Caller) -> Request:
         """The request with the tenant of the caller: its share, priority, owner and cache salt."""
@@ -62,15 +59,9 @@ class MeteredGenerator:
         )
 
     async def _counted(
-        self, deltas: AsyncGenerator[TokenDelta, None], prompt: int, caller: Caller | None
+        self, deltas: AsyncGenerator[TokenDelta, None], prompt: int, caller: Caller
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Counts the prompt unless the backend refuses it, and each token when it comes; the prompt of a request that
-        goes on has been counted."""
-        if caller is None:
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    yield delta
-            return
+        """Counts the prompt unless the backend refuses it, and each token when it comes."""
         budget, now = self._access.budget(caller.tenant), self._access.now
         output, gpu_s = 0, 0.0
         try:
@@ -94,11 +85,3 @@ class MeteredGenerator:
         if caller is not None and not self._shares_prefixes:
             salt = salt_of(caller.identity, salt)
         return await self._generator.see(files, salt)
-
-
-def served_as(generation: Generation) -> Generation:
-    """With the tier that the caller's tenant gets: one that may not go first is served as the others."""
-    caller = CURRENT.get()
-    if caller is None or generation.service_tier != "priority" or caller.tenant.priority(PRIORITY_TIER) < 0:
-        return generation
-    return dataclasses.replace(generation, service_tier="default")

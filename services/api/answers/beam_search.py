@@ -16,7 +16,7 @@ from farsight.services.api.backend import Generator
 from farsight.services.api.errors import ApiError
 from farsight.services.api.generate import collect
 from farsight.services.api.generation import BeamParams, ChoiceResult, Generation
-from farsight.services.api.text.token_texts import TokenTexts
+from farsight.services.api.text.dialect import TokenTexts
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from farsight.core.messages.tokens import TokenLogprobs
 from farsight.services.api.generation import Echo
-from farsight.services.api.text.token_texts import TokenTexts
+from farsight.services.api.text.dialect import TokenTexts
 from farsight.tokenization.tool_formats.parser import parser_of
 from farsight.tokenization.tool_formats.parts import (
     CallArguments,
@@ -28,37 +27,6 @@ _SHORT_IDS = ("mistral", "mistral-args")
 """Their templates take ids of nine letters and digits alone."""
 
 
-def call_id(response_id: str, choice: int, index: int, form: OutputForm) -> str:
-    """Returns the id of a call; the same at every replica that writes the answer."""
-    digest = hashlib.blake2b(f"{response_id}/{choice}/{index}".encode(), digest_size=12).hexdigest()
-    return digest[:9] if form.format in _SHORT_IDS else f"call_{digest}"
-
-
-@dataclass(slots=True)
-class ToolCallMade:
-    """A call as far as it is known."""
-
-    call_id: str
-    name: str
-    arguments: str = ""
-
-    def fields(self) -> dict[str, Any]:
-        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-@dataclass(slots=True)
-class TakenApart:
-    """One choice, taken apart.
-
-    Attributes:
-        content: None where there are calls and no text.
-    """
-
-    content: str | None = ""
-    reasoning: str = ""
-    calls: list[ToolCallMade] = field(default_factory=list)
-
-
 class ChoiceParts:
     """Takes one choice of an answer apart.
 
@@ -68,7 +36,7 @@ class ChoiceParts:
 
     def __init__(self, form: OutputForm, response_id: str, choice: int, *, stream: bool) -> None:
         self._form = form
-        self._id = response_id, choice
+        self._answer = f"{response_id}/{choice}"
         self._parser = parser_of(form)
         self._calls = SentCalls(parallel=form.parallel, as_written=stream)
 
@@ -94,37 +62,20 @@ class ChoiceParts:
             case ReasoningPart():
                 return {"reasoning_content": part.text}
             case CallStart():
-                return {"tool_calls": [{"index": part.index, **ToolCallMade(self.id_of(part), part.name).fields()}]}
+                function = {"name": part.name, "arguments": ""}
+                call = {"index": part.index, "id": self.id_of(part), "type": "function", "function": function}
+                return {"tool_calls": [call]}
             case CallArguments():
                 return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
     def id_of(self, start: CallStart) -> str:
-        return call_id(*self._id, start.index, self._form)
+        """Returns the id of a call; the same at every replica that writes the answer."""
+        digest = hashlib.blake2b(f"{self._answer}/{start.index}".encode(), digest_size=12).hexdigest()
+        return digest[:9] if self._form.format in _SHORT_IDS else f"call_{digest}"
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Returns the reason that the client is told: an output that has ended with calls wants their results."""
         return "tool_calls" if reason == "stop" and self.num_calls else reason
-
-
-def answer_of(form: OutputForm | None, text: str, response_id: str, choice: int) -> TakenApart:
-    """Takes a whole output apart."""
-    if form is None:
-        return TakenApart(text)
-    found = TakenApart()
-    parts = ChoiceParts(form, response_id, choice, stream=False)
-    for part in parts.read(text, ended=True):
-        match part:
-            case TextPart():
-                found.content = (found.content or "") + part.text
-            case ReasoningPart():
-                found.reasoning += part.text
-            case CallStart():
-                found.calls.append(ToolCallMade(parts.id_of(part), part.name))
-            case CallArguments():
-                found.calls[part.index].arguments += part.text
-    if found.calls and not found.content:
-        found.content = None
-    return found
 
 
 def _merged(parts: list[SentPart]) -> list[SentPart]:

@@ -9,19 +9,19 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
-from farsight.core.messages.status import StatusReply
+from farsight.core.messages.status import ProcessUse, StatusReply
 from farsight.core.messages.tokens import TokenLogprobs
 from farsight.services.api.answers.parts import (
+    ChoiceParts,
     CompletionLogprobs,
-    TakenApart,
-    answer_of,
     chat_logprobs,
     likeliest,
     prompt_logprobs,
 )
 from farsight.services.api.backend import ModelInfo
 from farsight.services.api.generation import GPU_SECONDS_DIGITS, ChoiceResult, Generation, Used, shown_choices
-from farsight.services.api.text.token_texts import TokenTexts
+from farsight.services.api.text.dialect import TokenTexts
+from farsight.tokenization.tool_formats.parts import CallArguments, CallStart, ReasoningPart, TextPart
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -135,16 +135,6 @@ class ChatAnswer(BaseModel):
     reasoning_content: str | None = None
     tool_calls: list[CallMade] | None = None
 
-    @classmethod
-    def of(cls, answer: TakenApart, before: str = "") -> ChatAnswer:
-        """
-        Args:
-            before: Text that goes before the content.
-        """
-        calls = [CallMade.model_validate(call.fields()) for call in answer.calls]
-        content = before + (answer.content or "") if before else answer.content
-        return cls(content=content, reasoning_content=answer.reasoning or None, tool_calls=calls or None)
-
     @model_serializer(mode="wrap")
     def _shown(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = write(self)
@@ -221,15 +211,6 @@ class ActorStatus(BaseModel):
     degraded: str = ""
 
 
-class ProcessStatus(BaseModel):
-    """A process of the node that answers: processor seconds since it began, and its proportional memory."""
-
-    pid: int
-    name: str
-    cpu_s: float
-    memory_bytes: int
-
-
 class KVStatus(BaseModel):
     """The KV pools of all replicas in blocks, and the transfers between device and host."""
 
@@ -276,7 +257,7 @@ class Status(BaseModel):
     emulated: str | None = None
     queue_delay_s: float | None = None
     no_forecasts: str | None = None
-    processes: list[ProcessStatus] = []
+    processes: tuple[ProcessUse, ...] = ()
 
 
 def model_card(model: ModelInfo, name: str, *, tells_root: bool) -> ModelCard:
@@ -303,7 +284,7 @@ def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
         emulated=model.emulated or None,
         queue_delay_s=reply.queue_delay_s,
         no_forecasts=model.no_forecasts or None,
-        processes=[_as(ProcessStatus, process) for process in reply.processes],
+        processes=reply.processes,
     )
 
 
@@ -354,14 +335,18 @@ def completion(generation: Generation, results: Sequence[ChoiceResult], texts: T
                 prompt_logprobs=_prompt_logprobs(generation, result, texts),
             )
         )
-    return Completion(
-        id=generation.response_id,
-        created=int(time.time()),
-        model=generation.model,
-        choices=choices,
-        usage=usage_of(generation, results),
-        service_tier=generation.service_tier or None,
-    )
+    return Completion(choices=choices, **_head(generation, results))
+
+
+def _head(generation: Generation, results: Sequence[ChoiceResult]) -> dict[str, Any]:
+    """Returns the fields that answers of both kinds have."""
+    return {
+        "id": generation.response_id,
+        "created": int(time.time()),
+        "model": generation.model,
+        "usage": usage_of(generation, results),
+        "service_tier": generation.service_tier or None,
+    }
 
 
 def _prompt_token_ids(generation: Generation, prompt: int) -> list[int] | None:
@@ -378,29 +363,48 @@ def chat_completion(generation: Generation, results: Sequence[ChoiceResult], tex
     texts = texts.named(by_id=generation.names_ids)
     choices = []
     for index, result in enumerate(results):
-        answer = answer_of(generation.form, result.text, generation.response_id, index)
+        message = _chat_answer(generation, result.text, index)
+        wants_results = bool(message.tool_calls) and result.finish_reason == "stop"
         logprobs = None
         if generation.shows_logprobs:
             logprobs = ChatLogprobs(**chat_logprobs(texts, likeliest(result.logprobs, generation.num_logprobs)))
         choices.append(
             ChatChoice(
                 index=index,
-                message=ChatAnswer.of(answer, generation.echoes[0].text if generation.echoes else ""),
+                message=message,
                 logprobs=logprobs,
-                finish_reason="tool_calls" if answer.calls and result.finish_reason == "stop" else result.finish_reason,
+                finish_reason="tool_calls" if wants_results else result.finish_reason,
                 token_ids=result.token_ids if generation.shows_token_ids else None,
             )
         )
     return ChatCompletion(
-        id=generation.response_id,
-        created=int(time.time()),
-        model=generation.model,
         choices=choices,
-        usage=usage_of(generation, results),
-        service_tier=generation.service_tier or None,
+        **_head(generation, results),
         prompt_token_ids=_prompt_token_ids(generation, 0),
         prompt_logprobs=_prompt_logprobs(generation, results[0], texts),
     )
+
+
+def _chat_answer(generation: Generation, text: str, choice: int) -> ChatAnswer:
+    """Takes a whole output apart, behind the text that it goes on with."""
+    content = generation.echoes[0].text if generation.echoes else ""
+    if generation.form is None:
+        return ChatAnswer(content=content + text)
+    reasoning = ""
+    calls: list[CallMade] = []
+    parts = ChoiceParts(generation.form, generation.response_id, choice, stream=False)
+    for part in parts.read(text, ended=True):
+        match part:
+            case TextPart():
+                content += part.text
+            case ReasoningPart():
+                reasoning += part.text
+            case CallStart():
+                calls.append(CallMade(id=parts.id_of(part), function=FunctionMade(name=part.name, arguments="")))
+            case CallArguments():
+                calls[part.index].function.arguments += part.text
+    told = None if calls and not content else content
+    return ChatAnswer(content=told, reasoning_content=reasoning or None, tool_calls=calls or None)
 
 
 def completion_logprobs(generation: Generation, prompt: int, texts: TokenTexts) -> CompletionLogprobs:

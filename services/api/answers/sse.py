@@ -24,7 +24,7 @@ from farsight.services.api.backend import Generator
 from farsight.services.api.errors import ApiError, as_api_error
 from farsight.services.api.generate import ClientGone, run_requests, while_connected
 from farsight.services.api.generation import Generation, Used
-from farsight.services.api.text.token_texts import TokenTexts
+from farsight.services.api.text.dialect import TokenTexts
 
 DONE = b"data: [DONE]\n\n"
 EARLY_S = 5.0

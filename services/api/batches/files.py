@@ -78,10 +78,7 @@ class Files:
     async def create(
         self, owner: str, filename: str, purpose: str, data: bytes, expires_s: float | None = None
     ) -> KeptObject:
-        """
-        Raises:
-            ApiError: 413: the owner's quota is used up.
-        """
+        """Keeps a new file; raises ApiError (413) if the owner's quota is used up."""
         now = self.now()
         file_id = f"file-{secrets.token_hex(12)}"
         expires_at = now + min(expires_s or self.settings.max_age_s, self.settings.max_age_s)
@@ -120,14 +117,18 @@ class Files:
             await self.store.put_object(PutObject(whole))
         return await self.find(owner, file_id)
 
+    async def owned(self, kind: str, owner: str, object_id: str, field: str = "") -> KeptObject:
+        """Returns a kept object; raises ApiError (404), which names the field, if the owner has none of that id."""
+        kept = (await self.store.find_object(ObjectName(kind, object_id))).kept
+        if kept is None or kept.owner != owner or self._is_over(kept):
+            raise not_found(kind, object_id, field)
+        return kept
+
     async def find(self, owner: str, file_id: str) -> KeptObject:
-        """
-        Raises:
-            ApiError: 404: the owner has no such file.
-        """
-        kept = (await self.store.find_object(ObjectName(FILE, file_id))).kept
-        if kept is None or kept.owner != owner or self._is_over(kept) or not file_record(kept).whole:
-            raise not_found("file", file_id)
+        """Returns a file; raises ApiError (404) if the owner has no such file."""
+        kept = await self.owned(FILE, owner, file_id)
+        if not file_record(kept).whole:
+            raise not_found(FILE, file_id)
         return kept
 
     async def list(
@@ -159,10 +160,7 @@ class Files:
         return b"".join([part async for part in self.content(owner, file_id)])
 
     async def delete(self, owner: str, file_id: str) -> None:
-        """
-        Raises:
-            ApiError: As ``find``.
-        """
+        """Deletes a file; raises as ``find``."""
         await self.find(owner, file_id)
         await self.store.drop_object(ObjectName(FILE, file_id))
 

@@ -18,9 +18,8 @@ ENDED = ("failed", "completed", "expired", "cancelled")
 Metadata = dict[str, str]
 
 
-def batch_tier() -> str:
-    """The ``service_tier`` of a request of a batch: it takes what the others leave."""
-    return "flex"
+BATCH_TIER = "flex"
+"""The ``service_tier`` of a request of a batch: it takes what the others leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +96,7 @@ class Batches:
     async def create(
         self, owner: str, endpoint: str, input_file_id: str, metadata: Metadata | None, output_age_s: float | None
     ) -> StoredBatch:
-        """
-        Raises:
-            ApiError: 404: the owner has no such file.
-        """
+        """Keeps a new batch, which will be run; raises ApiError (404) if the owner has no such file."""
         await self.files.find(owner, input_file_id)
         now, token = self.files.now(), secrets.token_hex(12)
         most = self.files.settings.max_age_s
@@ -120,14 +116,8 @@ class Batches:
         return StoredBatch(kept, record)
 
     async def find(self, owner: str, batch_id: str) -> StoredBatch:
-        """
-        Raises:
-            ApiError: 404: the owner has no such batch.
-        """
-        found = await self.look(batch_id)
-        if found is None or found.kept.owner != owner or 0 < found.kept.expires_at <= self.files.now():
-            raise not_found("batch", batch_id)
-        return found
+        """Returns a batch; raises ApiError (404) if the owner has no such batch."""
+        return unpack(await self.files.owned(BATCH, owner, batch_id))
 
     async def look(self, batch_id: str) -> StoredBatch | None:
         """A batch of any owner."""
@@ -156,10 +146,7 @@ class Batches:
                 return StoredBatch(kept, changed)
 
     async def cancel(self, owner: str, batch_id: str) -> StoredBatch:
-        """
-        Raises:
-            ApiError: 404: the owner has no such batch; 409: it has ended.
-        """
+        """Begins to end a batch; raises ApiError: 404 if the owner has no such batch, 409 if it has ended."""
         await self.find(owner, batch_id)
 
         def cancelled(record: BatchRecord) -> BatchRecord | None:
@@ -174,10 +161,7 @@ class Batches:
         return changed
 
     async def delete(self, owner: str, batch_id: str) -> None:
-        """
-        Raises:
-            ApiError: 404: the owner has no such batch; 409: it has not ended.
-        """
+        """Deletes a batch; raises ApiError: 404 if the owner has no such batch, 409 if it has not ended."""
         found = await self.find(owner, batch_id)
         if not found.record.ended:
             message = f"batch_id: the batch is {found.record.status}, expected one that has ended; cancel it first"

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from farsight.core.errors import InvalidValueError
 from farsight.core.kept import KeptObject
 from farsight.services.api.access.keys import tenant_name
 from farsight.services.api.batches.files import MAX_FILENAME_BYTES, Files, file_record, file_reply
@@ -16,7 +17,7 @@ from farsight.services.api.batches.lines import URLS
 from farsight.services.api.batches.multipart import FormPart, parse_form
 from farsight.services.api.batches.records import Batches, batch_reply
 from farsight.services.api.bodies import JsonRoute
-from farsight.services.api.errors import ApiError
+from farsight.services.api.errors import ERRORS
 from farsight.services.api.fields import StrictModel
 
 FILES_PATH = "/v1/files"
@@ -48,8 +49,8 @@ class BatchRequest(StrictModel):
 assert set(URLS) == set(BatchRequest.model_fields["endpoint"].annotation.__args__)  # type: ignore[union-attr]
 
 
-def file_routes(files: Files, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
-    router = APIRouter(prefix=FILES_PATH, tags=["files"], responses=errors)
+def file_routes(files: Files) -> APIRouter:
+    router = APIRouter(prefix=FILES_PATH, tags=["files"], responses=ERRORS)
 
     @router.post("")
     async def create_file(request: Request) -> dict[str, Any]:
@@ -57,11 +58,13 @@ def file_routes(files: Files, errors: dict[int | str, dict[str, Any]]) -> APIRou
         filename, data = _file(parts)
         purpose = _text(parts, "purpose")
         if purpose != _PURPOSE:
-            raise _invalid("purpose", purpose, "'batch': files are inputs of batches here")
+            raise InvalidValueError("purpose", purpose, "'batch': files are inputs of batches here")
         expires_s = _expiry(parts)
         unknown = set(parts) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
         if unknown:
-            raise _invalid(min(unknown)[:100], "a value", "no such field; the fields are file, purpose, expires_after")
+            raise InvalidValueError(
+                min(unknown)[:100], "a value", "no such field; the fields are file, purpose, expires_after"
+            )
         return file_reply(await files.create(tenant_name(), filename, purpose, data, expires_s))
 
     @router.get("")
@@ -95,8 +98,8 @@ def file_routes(files: Files, errors: dict[int | str, dict[str, Any]]) -> APIRou
     return router
 
 
-def batch_routes(batches: Batches, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
-    router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=errors, route_class=JsonRoute)
+def batch_routes(batches: Batches) -> APIRouter:
+    router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=ERRORS, route_class=JsonRoute)
 
     @router.post("")
     async def create_batch(body: BatchRequest) -> dict[str, Any]:
@@ -127,7 +130,7 @@ def batch_routes(batches: Batches, errors: dict[int | str, dict[str, Any]]) -> A
         await batches.delete(tenant_name(), batch_id)
         return {"id": batch_id, "object": "batch", "deleted": True}
 
-    cancel = APIRouter(prefix="/v1/batches", tags=["batches"], responses=errors)  # a POST without a body
+    cancel = APIRouter(prefix="/v1/batches", tags=["batches"], responses=ERRORS)  # a POST without a body
 
     @cancel.post("/{batch_id}/cancel")
     async def cancel_batch(batch_id: str) -> Response:
@@ -147,19 +150,21 @@ def _page(rows: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
 def _file(parts: dict[str, FormPart]) -> tuple[str, bytes]:
     part = parts.get("file")
     if part is None or part.filename is None:
-        raise _invalid("file", "nothing" if part is None else "a field without a filename", "a file")
+        raise InvalidValueError("file", "nothing" if part is None else "a field without a filename", "a file")
     name = part.filename
     if not name or len(name.encode("utf-8", "replace")) > MAX_FILENAME_BYTES or _CONTROL.search(name):
-        raise _invalid("file", name[:100], f"a filename of 1 to {MAX_FILENAME_BYTES} bytes without control characters")
+        raise InvalidValueError(
+            "file", name[:100], f"a filename of 1 to {MAX_FILENAME_BYTES} bytes without control characters"
+        )
     if not part.data:
-        raise _invalid("file", "0 bytes", "a file with content")
+        raise InvalidValueError("file", "0 bytes", "a file with content")
     return name, part.data
 
 
 def _text(parts: dict[str, FormPart], name: str) -> str:
     part = parts.get(name)
     if part is None:
-        raise _invalid(name, "nothing", "a value")
+        raise InvalidValueError(name, "nothing", "a value")
     return part.data.decode("utf-8", "replace")
 
 
@@ -167,12 +172,8 @@ def _expiry(parts: dict[str, FormPart]) -> float | None:
     if not any(name.startswith("expires_after") for name in parts):
         return None
     if _text(parts, "expires_after[anchor]") != "created_at":
-        raise _invalid("expires_after[anchor]", _text(parts, "expires_after[anchor]"), "'created_at'")
+        raise InvalidValueError("expires_after[anchor]", _text(parts, "expires_after[anchor]"), "'created_at'")
     seconds = _text(parts, "expires_after[seconds]")
     if not re.fullmatch("[0-9]{1,9}", seconds) or int(seconds) < MIN_EXPIRY_S:
-        raise _invalid("expires_after[seconds]", seconds[:20], f"an integer >= {MIN_EXPIRY_S}")
+        raise InvalidValueError("expires_after[seconds]", seconds[:20], f"an integer >= {MIN_EXPIRY_S}")
     return float(seconds)
-
-
-def _invalid(field: str, got: str, expected: str) -> ApiError:
-    return ApiError(f"{field}: got {got[:100]!r}, expected {expected}", param=field, code="invalid_value")

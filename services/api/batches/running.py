@@ -31,9 +31,8 @@ from farsight.core.kept import (
 from farsight.services.api.access.keys import CURRENT, Caller
 from farsight.services.api.batches.files import LINES, PART_BYTES, RUN, FileRecord
 from farsight.services.api.batches.lines import BatchLine, LineChecker, LineResult, raw_lines, unsent
-from farsight.services.api.batches.order import ForecastLines
-from farsight.services.api.batches.records import WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch, batch_tier
-from farsight.services.api.batches.sender import RetryPolicy, run_lines
+from farsight.services.api.batches.records import BATCH_TIER, WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch
+from farsight.services.api.batches.sender import ForecastLines, RetryPolicy, run_lines
 from farsight.services.api.errors import ApiError
 
 LEASE_S = 10.0
@@ -385,10 +384,7 @@ class _Job:
         await self._change(lambda record: replace(record, errors=tuple(errors)).at("failed", self._files.now()))
 
     async def _change(self, how: Callable[[BatchRecord], BatchRecord | None]) -> None:
-        """
-        Raises:
-            _Stopped: The batch has been deleted.
-        """
+        """Changes what is kept of the batch; raises _Stopped if it has been deleted."""
         changed = await self._batches.change(self._batch_id, how)
         if changed is None:
             raise _Stopped("it has been deleted")
@@ -401,7 +397,7 @@ async def read_lines(
     """Reads the requests of an input, or what is wrong with it; others on the event loop have their turns."""
     lines: list[BatchLine] = []
     errors: list[BatchError] = []
-    checker = LineChecker(tier=batch_tier())
+    checker = LineChecker(tier=BATCH_TIER)
     num_bytes = 0
     for number, raw in raw_lines(data):
         if len(errors) >= MAX_ERRORS:

@@ -1,6 +1,9 @@
 """Runs lines of a batch against the application of this process, for the endpoints and for ``farsight batch``.
 
-So many are in flight at once, those that are refused for a while are sent again, and results are kept in groups.
+So many are in flight at once, those that are refused for a while are sent again, and results are kept in groups. Where
+outputs are forecast, each window of lines begins with the longest: long jobs that begin last would run alone at the
+end, while the other places stand empty (longest processing time first; Graham, "Bounds on multiprocessing timing
+anomalies", 1969).
 """
 
 from __future__ import annotations
@@ -10,16 +13,16 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope
 
 from farsight.core.errors import FarsightError
-from farsight.services.api.batches.asgi import Reply, post_json
+from farsight.core.forecast import Forecast
 from farsight.services.api.batches.lines import BatchLine, LineResult, answered, unsent
-from farsight.services.api.batches.order import ForecastLines, in_order
 
 GROUP_LINES, GROUP_S = 32, 0.5
 """Results are kept in groups: at most so many, or those of so many seconds."""
@@ -181,3 +184,113 @@ def _message(reply: Reply) -> str:
         return str(json.loads(reply.body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return "no reason given"
+
+
+WINDOW_LINES = 256
+"""So many lines are forecast and put in order together: each line waits for the forecasts of its window alone, and a
+forecaster that has learned from the first windows serves the later ones."""
+
+ForecastLines = Callable[[Sequence[BatchLine]], Awaitable[Sequence[Forecast | None]]]
+"""Forecasts the outputs of lines, in their order; None for a line of which nothing can be said."""
+
+
+async def in_order(lines: Iterable[BatchLine], forecast_lines: ForecastLines | None) -> AsyncGenerator[BatchLine, None]:
+    """Yields the lines in the order in which they begin, which is theirs where outputs are not forecast."""
+    rest = iter(lines)
+    while window := list(islice(rest, WINDOW_LINES)):
+        if forecast_lines is not None and len(window) > 1:
+            forecasts = await forecast_lines(window)
+            window = [window[index] for index in longest_first(forecasts)]
+        for line in window:
+            yield line
+
+
+def longest_first(forecasts: Sequence[Forecast | None]) -> list[int]:
+    """Returns the indices by falling forecast; those of equal ones and, at the end, those without one in their order.
+
+    Ranks are compared only where all forecasts have one of the same version (``Forecast.rank``), else means.
+    """
+    known = [each for each in forecasts if each is not None]
+    comparable = len({(each.source, each.version) for each in known}) == 1
+    by_rank = comparable and all(each.rank is not None for each in known)
+
+    def key(index: int) -> tuple[bool, float]:
+        forecast = forecasts[index]
+        if forecast is None:
+            return True, 0.0
+        return False, -(forecast.rank if by_rank and forecast.rank is not None else forecast.mean)
+
+    return sorted(range(len(forecasts)), key=key)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A complete answer.
+
+    Attributes:
+        headers: By their names in lower case.
+    """
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def post_json(app: ASGIApp, path: str, body: bytes) -> Reply:
+    """The application's answer to one POST; cancelling it cancels the request.
+
+    Raises:
+        FarsightError: The application returned without an answer.
+        Exception: Any error that the application raised.
+    """
+    status: int | None = None
+    headers: dict[str, str] = {}
+    parts: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            headers.update((name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"])
+        elif message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+
+    await app(_scope(path, body), _receive(body), send)
+    if status is None:
+        raise FarsightError(f"the application gave no answer to POST {path}")
+    return Reply(status, {name.lower(): value for name, value in headers.items()}, b"".join(parts))
+
+
+def _scope(path: str, body: bytes) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"host", b"batch"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ],
+        "client": None,
+        "server": None,
+    }
+
+
+def _receive(body: bytes) -> Receive:
+    """Sends the body, then blocks: this client never disconnects."""
+    sent = False
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:
+            await asyncio.get_running_loop().create_future()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive

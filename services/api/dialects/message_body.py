@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from farsight.services.api.errors import ApiError
+from farsight.core.errors import InvalidValueError
+from farsight.core.images import ImageFile
 from farsight.services.api.field_groups import MAX_SCHEMA_DEPTH, MAX_TOOLS, Name
-from farsight.services.api.fields import MAX_STOP_STRINGS, NO_EFFECT, NeutralOnly, StrictModel, shown
+from farsight.services.api.fields import MAX_STOP_STRINGS, NO_EFFECT, NeutralOnly, StrictModel, needed, shown
 from farsight.services.api.pictures.content import (
     MixedContent,
     NoPicture,
-    Picture,
     content_of,
     picture_from,
     web_picture,
@@ -179,35 +179,35 @@ def chat_messages(message: MessageTurn, place: str) -> list[dict[str, Any]]:
     """A message as those of a chat: each result of a tool is one of its own, before the text beside it.
 
     Raises:
-        ApiError: 400: a block that cannot be in a chat.
+        InvalidValueError: a block that cannot be in a chat.
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, calls, thoughts = [], [], []
-    parts: list[str | Picture] = []
+    parts: list[str | ImageFile] = []
     for index, block in enumerate(message.content):
         where = f"{place}.content[{index}]"
         match block.type:
             case "text":
-                parts.append(_needed(block.text, where, "text"))
+                parts.append(needed(block.text, where, "text"))
             case "image" if message.role == "user":
                 parts.append(_picture(block.source, f"{where}.source"))
             case "tool_use" if message.role == "assistant":
                 if nesting(block.input, MAX_SCHEMA_DEPTH) > MAX_SCHEMA_DEPTH:
-                    raise _wrong(f"{where}.input", "a deeper object", f"at most {MAX_SCHEMA_DEPTH} levels")
-                function = {"name": _needed(block.name, where, "name"), "arguments": json.dumps(block.input or {})}
-                calls.append({"id": _needed(block.id, where, "id"), "type": "function", "function": function})
+                    raise InvalidValueError(f"{where}.input", "a deeper object", f"at most {MAX_SCHEMA_DEPTH} levels")
+                function = {"name": needed(block.name, where, "name"), "arguments": json.dumps(block.input or {})}
+                calls.append({"id": needed(block.id, where, "id"), "type": "function", "function": function})
             case "tool_result" if message.role == "user":
                 content = "" if block.content is None else _content(block.content, f"{where}.content")
-                called = _needed(block.tool_use_id, where, "tool_use_id")
+                called = needed(block.tool_use_id, where, "tool_use_id")
                 results.append({"role": "tool", "tool_call_id": called, "content": content})
             case "thinking" if message.role == "assistant":
-                thoughts.append(_needed(block.thinking, where, "thinking"))
+                thoughts.append(needed(block.thinking, where, "thinking"))
             case "redacted_thinking":
                 continue
             case _:
                 expected = "'text', 'image' or 'tool_result' (user), 'tool_use' or 'thinking' (assistant)"
-                raise _wrong(f"{where}.type", block.type, expected)
+                raise InvalidValueError(f"{where}.type", block.type, expected)
     found: dict[str, Any] = {"role": message.role, "content": content_of(parts)}
     if calls:
         found["tool_calls"] = calls
@@ -221,7 +221,7 @@ def _text(content: str | list[Block], place: str) -> str:
         return content
     for index, block in enumerate(content):
         if block.type != "text":
-            raise _wrong(f"{place}[{index}].type", block.type, "'text'")
+            raise InvalidValueError(f"{place}[{index}].type", block.type, "'text'")
     return "\n".join(block.text or "" for block in content)
 
 
@@ -229,40 +229,30 @@ def _content(content: str | list[Block], place: str) -> str | MixedContent:
     """What a tool has answered."""
     if isinstance(content, str):
         return content
-    parts: list[str | Picture] = []
+    parts: list[str | ImageFile] = []
     for index, block in enumerate(content):
         if block.type not in ("text", "image"):
-            raise _wrong(f"{place}[{index}].type", block.type, "'text' or 'image'")
+            raise InvalidValueError(f"{place}[{index}].type", block.type, "'text' or 'image'")
         is_text = block.type == "text"
         parts.append((block.text or "") if is_text else _picture(block.source, f"{place}[{index}].source"))
     return content_of(parts)
 
 
-def _picture(source: dict[str, Any] | None, place: str) -> Picture:
+def _picture(source: dict[str, Any] | None, place: str) -> ImageFile:
     """The picture of an image block."""
     given = source or {}
     kind = given.get("type")
     if kind not in ("base64", "url"):
-        raise _wrong(f"{place}.type", kind, "'base64' or 'url'")
+        raise InvalidValueError(f"{place}.type", kind, "'base64' or 'url'")
     name = "data" if kind == "base64" else "url"
     if kind == "base64" and given.get("media_type") not in _MEDIA_TYPES:
-        raise _wrong(f"{place}.media_type", given.get("media_type"), f"one of {', '.join(_MEDIA_TYPES)}")
+        raise InvalidValueError(f"{place}.media_type", given.get("media_type"), f"one of {', '.join(_MEDIA_TYPES)}")
     for other in sorted(given.keys() - {"type", "media_type", name}):
-        raise _wrong(f"{place}.{other}", given[other], f"only the fields 'type', 'media_type' and {name!r}")
+        raise InvalidValueError(f"{place}.{other}", given[other], f"only the fields 'type', 'media_type' and {name!r}")
     text, field = given.get(name), f"{place}.{name}"
     if not isinstance(text, str):
-        raise _wrong(field, text, "a string")
+        raise InvalidValueError(field, text, "a string")
     try:
         return picture_from(text, field) if kind == "base64" else web_picture(text, field)
     except NoPicture as error:
-        raise _wrong(field, shown(text), str(error)) from error
-
-
-def _needed(value: str | None, place: str, name: str) -> str:
-    if value is None:
-        raise _wrong(f"{place}.{name}", None, "a string")
-    return value
-
-
-def _wrong(field: str, value: Any, expected: str) -> ApiError:
-    return ApiError(f"{field}: got {value!r}, expected {expected}", param=field, code="invalid_value")
+        raise InvalidValueError(field, shown(text), str(error)) from error

@@ -1,29 +1,26 @@
-"""Anthropic's ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, and the shape of errors below them."""
+"""Anthropic's ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from farsight.core.messages.tokens import TokenDelta
-from farsight.services.api.answers.parts import ChoiceParts, TakenApart, answer_of
+from farsight.services.api.answers.parts import ChoiceParts
 from farsight.services.api.answers.replies import UsageFields
-from farsight.services.api.bodies import JsonRoute, read_whole
+from farsight.services.api.bodies import LargeBodyRoute
 from farsight.services.api.dialects.message_body import CountTokensRequest, MessagesRequest
 from farsight.services.api.dialects.running import Running, as_chat
-from farsight.services.api.errors import ApiError
+from farsight.services.api.errors import ERRORS, ApiError
 from farsight.services.api.generation import ChoiceResult, Generation
+from farsight.services.api.middleware import ANTHROPIC_PATH, anthropic_error
 from farsight.services.api.requests import check_model
-from farsight.services.api.schemas import ChatCompletionRequest
-from farsight.services.api.text.token_texts import TokenTexts
+from farsight.services.api.text.dialect import TokenTexts
 from farsight.tokenization.tool_formats.parts import (
     CallArguments,
     CallStart,
@@ -33,89 +30,33 @@ from farsight.tokenization.tool_formats.parts import (
     TextPart,
 )
 
-_PREFIX = "/v1/messages"
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 _TEXT_ALONE = OutputForm("hermes")
 _TAIL_TOKENS = 64
 """Last tokens of an output in which its stop string is looked for."""
 
 
-def message_routes(running: Running, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
-    async def create(body: MessagesRequest, chat: ChatCompletionRequest, request: Request) -> Response:
-        generation = await running.begin(chat, request, "msg_")
-        texts, stops = running.encoder.texts, body.stop_sequences or ()
-        if generation.stream:
-            return running.stream(generation, MessageWriter(generation, texts, stops))
-
-        def reply(result: ChoiceResult, used: UsageFields) -> dict[str, Any]:
-            return message_reply(generation, result, used, texts, stops)
-
-        return await running.whole(request, generation, reply)
-
-    async def count(chat: ChatCompletionRequest, request: Request) -> Response:
-        check_model(chat.model, running.backend.model)
-        return JSONResponse({"input_tokens": len(await running.prompt_ids(chat, request))})
-
-    class LargeMessages(JsonRoute):
-        """Reads a large body, and the pictures in it, in a thread."""
-
-        async def handle_large(self, request: Request, body: bytes) -> Response:
-            if self.path_format.endswith("count_tokens"):
-                counted = await read_whole(CountTokensRequest, body)
-                return await count(await asyncio.to_thread(as_chat, counted.chat), request)
-            whole = await read_whole(MessagesRequest, body)
-            return await create(whole, await asyncio.to_thread(as_chat, whole.chat), request)
-
-    router = APIRouter(prefix="/v1/messages", tags=["messages"], responses=errors, route_class=LargeMessages)
+def message_routes(running: Running) -> APIRouter:
+    router = APIRouter(prefix=ANTHROPIC_PATH, tags=["messages"], responses=ERRORS, route_class=LargeBodyRoute)
 
     @router.post("")
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        return await create(body, as_chat(body.chat), request)
+        # In a thread, since a picture may stand in the body.
+        chat = await asyncio.to_thread(as_chat, body.chat)
+        generation = await running.begin(await running.read(chat), request, "msg_")
+        writer = MessageWriter(generation, running.encoder.texts, body.stop_sequences or ())
+        return await running.answer(request, generation, writer)
 
     @router.post("/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-        return await count(as_chat(body.chat), request)
+        chat = await asyncio.to_thread(as_chat, body.chat)
+        check_model(chat.model, running.backend.model)
+        return JSONResponse({"input_tokens": len(await running.prompt_ids(chat, request))})
 
     return router
 
 
-def message_reply(
-    generation: Generation, result: ChoiceResult, used: UsageFields, texts: TokenTexts, stops: Sequence[str]
-) -> dict[str, Any]:
-    answer = answer_of(generation.form, result.text, generation.response_id, 0)
-    reason, stop = _stop_reason(result.finish_reason, bool(answer.calls), result.token_ids, texts, stops)
-    return {
-        **_head(generation),
-        "content": _blocks(answer),
-        "stop_reason": reason,
-        "stop_sequence": stop,
-        "usage": _usage(used),
-    }
-
-
 def _head(generation: Generation) -> dict[str, Any]:
     return {"id": generation.response_id, "type": "message", "role": "assistant", "model": generation.model}
-
-
-def _blocks(answer: TakenApart) -> list[dict[str, Any]]:
-    blocks: list[dict[str, Any]] = []
-    if answer.reasoning:
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-    if answer.content:
-        blocks.append({"type": "text", "text": answer.content})
-    calls = (
-        {"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)}
-        for call in answer.calls
-    )
-    return [*blocks, *calls]
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -154,15 +95,17 @@ def _stop_reason(
 
 
 class MessageWriter:
-    """The events of one message: each block begins, grows and stops."""
+    """The blocks of one message, and the events that tell of them as they come: each begins, grows and stops."""
 
     def __init__(self, generation: Generation, texts: TokenTexts, stops: Sequence[str]) -> None:
         self._generation = generation
         self._texts = texts
         self._stops = stops
-        self._parts = ChoiceParts(generation.form or _TEXT_ALONE, generation.response_id, 0, stream=True)
-        self._block: tuple[str, int] | None = None  # kind, and the index of a call
-        self._num_blocks = 0
+        form = generation.form or _TEXT_ALONE
+        self._parts = ChoiceParts(form, generation.response_id, 0, stream=generation.stream)
+        self._block: tuple[str, int] | None = None  # kind of the open block, and the index of a call
+        self._blocks: list[dict[str, Any]] = []
+        self._arguments = ""  # of the open call
         self._token_ids: list[int] = []
         self._reason: tuple[str, str | None] = "end_turn", None
 
@@ -172,26 +115,43 @@ class MessageWriter:
         return _event("message_start", {"message": message})
 
     def output(self, index: int, delta: TokenDelta) -> bytes:
-        self._token_ids = [*self._token_ids, *delta.token_ids][-_TAIL_TOKENS:]
-        data = b"".join(map(self._part, self._parts.read(delta.text, ended=delta.finish_reason is not None)))
-        if delta.finish_reason is not None:
+        return self._read(delta.text, delta.token_ids, delta.finish_reason)
+
+    def _read(self, text: str, token_ids: Sequence[int], reason: str | None) -> bytes:
+        self._token_ids = [*self._token_ids, *token_ids][-_TAIL_TOKENS:]
+        data = b"".join(map(self._part, self._parts.read(text, ended=reason is not None)))
+        if reason is not None:
             calls = self._parts.num_calls > 0
-            self._reason = _stop_reason(delta.finish_reason, calls, self._token_ids, self._texts, self._stops)
+            self._reason = _stop_reason(reason, calls, self._token_ids, self._texts, self._stops)
         return data
+
+    def reply(self, result: ChoiceResult, used: UsageFields) -> dict[str, Any]:
+        self._read(result.text, result.token_ids, result.finish_reason)
+        self._close()
+        reason, stop = self._reason
+        ended = {"stop_reason": reason, "stop_sequence": stop, "usage": _usage(used)}
+        return {**_head(self._generation), "content": self._blocks, **ended}
 
     def _part(self, part: SentPart) -> bytes:
         match part:
             case TextPart():
-                begin = self._open("text", 0, {"type": "text", "text": ""})
-                return begin + self._grow({"type": "text_delta", "text": part.text})
+                return self._grow("text", {"type": "text", "text": ""}, part.text)
             case ReasoningPart():
-                begin = self._open("thinking", 0, {"type": "thinking", "thinking": "", "signature": ""})
-                return begin + self._grow({"type": "thinking_delta", "thinking": part.text})
+                return self._grow("thinking", {"type": "thinking", "thinking": "", "signature": ""}, part.text)
             case CallStart():
+                closed = self._close()
+                self._arguments = ""
                 block = {"type": "tool_use", "id": self._parts.id_of(part), "name": part.name, "input": {}}
-                return self._open("tool_use", part.index, block)
+                return closed + self._open("tool_use", part.index, block)
             case CallArguments():
-                return self._grow({"type": "input_json_delta", "partial_json": part.text})
+                self._arguments += part.text
+                return self._delta({"type": "input_json_delta", "partial_json": part.text})
+
+    def _grow(self, kind: str, block: dict[str, Any], text: str) -> bytes:
+        """Adds text to the open block of this kind; begins the block if none is open."""
+        data = self._open(kind, 0, block)
+        self._blocks[-1][kind] += text
+        return data + self._delta({"type": f"{kind}_delta", kind: text})
 
     def _open(self, kind: str, call: int, block: dict[str, Any]) -> bytes:
         """Begins a block of this kind unless one is open."""
@@ -199,17 +159,19 @@ class MessageWriter:
             return b""
         closed = self._close()
         self._block = kind, call
-        self._num_blocks += 1
-        return closed + _event("content_block_start", {"index": self._num_blocks - 1, "content_block": block})
+        self._blocks.append(block)
+        return closed + _event("content_block_start", {"index": len(self._blocks) - 1, "content_block": block})
 
-    def _grow(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", {"index": self._num_blocks - 1, "delta": delta})
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", {"index": len(self._blocks) - 1, "delta": delta})
 
     def _close(self) -> bytes:
         if self._block is None:
             return b""
+        if self._block[0] == "tool_use":
+            self._blocks[-1]["input"] = _input(self._arguments)
         self._block = None
-        return _event("content_block_stop", {"index": self._num_blocks - 1})
+        return _event("content_block_stop", {"index": len(self._blocks) - 1})
 
     def end(self, used: UsageFields) -> bytes:
         reason, stop = self._reason
@@ -217,55 +179,9 @@ class MessageWriter:
         return self._close() + _event("message_delta", changed) + _event("message_stop", {})
 
     def failure(self, error: ApiError) -> bytes:
-        return error_event(error)
+        return _event("error", anthropic_error(error.status, error.body()["error"]))
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:
     data = json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
     return f"event: {kind}\ndata: {data}\n\n".encode()
-
-
-def _shape(status: int, error: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns Anthropic's type and message, beside the field and the code that our errors name."""
-    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {**error, "type": kind}}
-
-
-def error_event(error: ApiError) -> bytes:
-    """Returns the last event of a stream that fails."""
-    return b"event: error\ndata: " + json.dumps(_shape(error.status, error.body()["error"])).encode() + b"\n\n"
-
-
-class AnthropicErrors:
-    """Rewrites the bodies of errors under ``_PREFIX``; statuses and headers stay."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(_PREFIX):
-            await self._app(scope, receive, send)
-            return
-        head: Message | None = None
-        body = bytearray()
-
-        async def shaped(message: Message) -> None:
-            nonlocal head
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                head = message
-            elif head is None:
-                await send(message)
-            else:
-                body.extend(message.get("body", b""))
-                if not message.get("more_body", False):
-                    await _send(head, bytes(body), send)
-
-        await self._app(scope, receive, shaped)
-
-
-async def _send(head: Message, body: bytes, send: Send) -> None:
-    with suppress(ValueError, KeyError, TypeError):  # an empty answer, such as one that no client waits for
-        body = json.dumps(_shape(head["status"], json.loads(body)["error"])).encode()
-    MutableHeaders(scope=head)["content-length"] = str(len(body))
-    await send(head)
-    await send({"type": "http.response.body", "body": body})

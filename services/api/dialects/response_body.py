@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from farsight.services.api.errors import ApiError
+from farsight.core.errors import InvalidValueError
+from farsight.core.images import ImageFile
 from farsight.services.api.field_groups import MAX_TOOLS, Name
-from farsight.services.api.fields import MAX_TOP_LOGPROBS, NO_EFFECT, NeutralOnly, StrictModel, is_empty, shown
-from farsight.services.api.pictures.content import MixedContent, NoPicture, Picture, content_of, picture_of
+from farsight.services.api.fields import MAX_TOP_LOGPROBS, NO_EFFECT, NeutralOnly, StrictModel, is_empty, needed, shown
+from farsight.services.api.pictures.content import MixedContent, NoPicture, content_of, picture_of
 from farsight.services.api.schemas import ChatCompletionRequest
 from farsight.services.api.structured import Schema
 
@@ -187,7 +188,7 @@ def _response_format(given: TextFormat) -> dict[str, Any]:
     if given.type != "json_schema":
         return {"type": given.type}
     if given.schema_ is None:
-        raise _wrong("text.format.schema", None, "a JSON Schema")
+        raise InvalidValueError("text.format.schema", None, "a JSON Schema")
     return {"type": "json_schema", "json_schema": {"name": given.name, "schema": given.schema_}}
 
 
@@ -195,24 +196,24 @@ def chat_messages(items: list[InputItem]) -> list[dict[str, Any]]:
     """The messages of a chat: calls that follow each other are those of one answer.
 
     Raises:
-        ApiError: 400: an item that cannot be in a chat.
+        InvalidValueError: an item that cannot be in a chat.
     """
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items):
         place = f"input[{index}]"
         match item.type:
             case "message":
-                role = _needed(item.role, place, "role")
+                role = needed(item.role, place, "role")
                 _assistant(messages, role).update({"content": _content(item.content, f"{place}.content")})
             case "function_call":
                 function = {
-                    "name": _needed(item.name, place, "name"),
-                    "arguments": _needed(item.arguments, place, "arguments"),
+                    "name": needed(item.name, place, "name"),
+                    "arguments": needed(item.arguments, place, "arguments"),
                 }
-                call = {"id": _needed(item.call_id, place, "call_id"), "type": "function", "function": function}
+                call = {"id": needed(item.call_id, place, "call_id"), "type": "function", "function": function}
                 _assistant(messages, "assistant", open_only=True).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                called = _needed(item.call_id, place, "call_id")
+                called = needed(item.call_id, place, "call_id")
                 content = _content(item.output, f"{place}.output")
                 messages.append({"role": "tool", "tool_call_id": called, "content": content})
             case "reasoning":
@@ -220,11 +221,11 @@ def chat_messages(items: list[InputItem]) -> list[dict[str, Any]]:
                 if not is_empty(parts):
                     thought = _content(parts, place)
                     if isinstance(thought, MixedContent):
-                        raise _wrong(place, "a picture", "text alone in reasoning")
+                        raise InvalidValueError(place, "a picture", "text alone in reasoning")
                     messages.append({"role": "assistant", "reasoning_content": thought})
             case _:
                 expected = "'message', 'function_call', 'function_call_output' or 'reasoning'"
-                raise _wrong(f"{place}.type", item.type, expected)
+                raise InvalidValueError(f"{place}.type", item.type, expected)
     return messages
 
 
@@ -244,29 +245,19 @@ def _content(content: str | list[ContentPart] | None, place: str) -> str | Mixed
     if isinstance(content, str):
         return content
     if content is None:
-        raise _wrong(place, None, "a string or a list of texts and pictures")
+        raise InvalidValueError(place, None, "a string or a list of texts and pictures")
     return content_of([_part(part, f"{place}[{index}]") for index, part in enumerate(content)])
 
 
-def _part(part: ContentPart, place: str) -> str | Picture:
+def _part(part: ContentPart, place: str) -> str | ImageFile:
     if part.type == "input_image":
         field = f"{place}.image_url"
-        url = _needed(part.image_url, place, "image_url")
+        url = needed(part.image_url, place, "image_url")
         try:
             return picture_of(url, field)
         except NoPicture as error:
-            raise _wrong(field, shown(url), str(error)) from error
+            raise InvalidValueError(field, shown(url), str(error)) from error
     if part.type not in _TEXTS or part.text is None:
         expected = "'input_text' or 'output_text', with a text, or 'input_image', with an image_url"
-        raise _wrong(f"{place}.type", part.type, expected)
+        raise InvalidValueError(f"{place}.type", part.type, expected)
     return part.text
-
-
-def _needed(value: str | None, place: str, name: str) -> str:
-    if value is None:
-        raise _wrong(f"{place}.{name}", None, "a string")
-    return value
-
-
-def _wrong(field: str, value: Any, expected: str) -> ApiError:
-    return ApiError(f"{field}: got {value!r}, expected {expected}", param=field, code="invalid_value")

@@ -11,7 +11,7 @@ from farsight.core.messages.tokens import TokenDelta
 from farsight.services.api.answers.parts import ChoiceParts
 from farsight.services.api.answers.replies import UsageFields
 from farsight.services.api.errors import ApiError
-from farsight.services.api.generation import Generation
+from farsight.services.api.generation import ChoiceResult, Generation
 from farsight.tokenization.tool_formats.parts import (
     CallArguments,
     CallStart,
@@ -55,9 +55,9 @@ class ResponseWriter:
         )
 
     def output(self, index: int, delta: TokenDelta) -> bytes:
-        return self.read(delta.text, delta.finish_reason)
+        return self._read(delta.text, delta.finish_reason)
 
-    def read(self, text: str, reason: str | None) -> bytes:
+    def _read(self, text: str, reason: str | None) -> bytes:
         """The events of further text."""
         data = b"".join(map(self._part, self._parts.read(text, ended=reason is not None)))
         if reason is not None:
@@ -68,7 +68,7 @@ class ResponseWriter:
         return data
 
     def end(self, used: UsageFields) -> bytes:
-        self.whole = response = self.reply(used)
+        self.whole = response = self._whole(used)
         return self._event(f"response.{response['status']}", {"response": response})
 
     def failure(self, error: ApiError) -> bytes:
@@ -76,8 +76,11 @@ class ResponseWriter:
         response["error"] = {"code": "server_error", "message": error.message}
         return self._event("response.failed", {"response": response})
 
-    def reply(self, used: UsageFields) -> dict[str, Any]:
-        """The whole response."""
+    def reply(self, result: ChoiceResult, used: UsageFields) -> dict[str, Any]:
+        self._read(result.text, result.finish_reason)
+        return self._whole(used)
+
+    def _whole(self, used: UsageFields) -> dict[str, Any]:
         thought = "".join(item["content"][0]["text"] for item in self._items if item["type"] == "reasoning")
         usage = {
             "input_tokens": used.prompt_tokens,

@@ -93,13 +93,8 @@ def _add_page(router: APIRouter, address: str, name: str) -> None:
 
 
 def _whole(name: str) -> str:
-    return _SHARED.sub(lambda found: _whole(found[1] or found[2] or found[3]).rstrip(), _read(name))
-
-
-def _read(name: str) -> str:
-    return (
-        resources.files("farsight.services.api.pages").joinpath("static", *name.split("/")).read_text(encoding="utf-8")
-    )
+    text = resources.files("farsight.services.api.pages").joinpath("static", *name.split("/")).read_text("utf-8")
+    return _SHARED.sub(lambda found: _whole(found[1] or found[2] or found[3]).rstrip(), text)
 
 
 LINKS = {

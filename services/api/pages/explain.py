@@ -14,12 +14,10 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from farsight.core.decisions import Decision, unpack_decisions
-from farsight.core.errors import FarsightError
 from farsight.core.messages.log import RequestTrace
-from farsight.services.api.access.keys import CURRENT, Role
-from farsight.services.api.access.presented import owns, sent_key
+from farsight.services.api.access.keys import CURRENT, Role, owns, sent_key
 from farsight.services.api.backend import Operator
-from farsight.services.api.errors import SERVER_ERROR, ApiError, ErrorReply
+from farsight.services.api.errors import ApiError, ErrorReply, or_unavailable
 from farsight.services.api.pages.sentences import sentence
 
 RESPONSE_ID = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
@@ -126,10 +124,8 @@ async def own_traces(operator: Operator, response_id: str, key: str, admin_token
     """
     traces: Sequence[RequestTrace] = ()
     if RESPONSE_ID.fullmatch(response_id):
-        try:
+        with or_unavailable():
             traces = await operator.explain(response_id)
-        except FarsightError as error:
-            raise ApiError(str(error), status=503, kind=SERVER_ERROR, code="unavailable") from error
     if not traces or not _may_see(traces, key, admin_token):
         raise unknown_request(response_id)
     return traces

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from farsight.core.decisions import Decision, Facts
 from farsight.services.words import counted
@@ -10,12 +12,38 @@ from farsight.services.words import counted
 
 def sentence(decision: Decision) -> str:
     """One or two sentences that describe a decision; for an unknown kind, its name and its facts."""
-    make = _SENTENCES.get(decision.kind)
-    if make is None:
+    known = _SENTENCES.get(decision.kind)
+    if known is None:
         name = decision.kind.replace("_", " ").capitalize()
         facts = ", ".join(f"{name} {_number(value)}" for name, value in decision.facts.items())
         return f"{name}: {facts}." if facts else f"{name}."
-    return make(decision.facts)
+    return _FILLED.vformat(known, (), decision.facts) if isinstance(known, str) else known(decision.facts)
+
+
+class _Filled(string.Formatter):
+    """Fills a sentence: ``{name}`` is a fact or one of ``_CLAUSES``, ``{name:n}`` its number, ``{name:s}`` its seconds.
+
+    ``{name:mean}`` is a mean of tokens; any other word behind the colon is the noun that the fact counts.
+    """
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        return (field_name, kwargs), field_name
+
+    def format_field(self, value: tuple[str, Facts], format_spec: str) -> str:
+        name, facts = value
+        match format_spec:
+            case "":
+                return _CLAUSES[name](facts) if name in _CLAUSES else str(facts.get(name, "?"))
+            case "n":
+                return _count(facts, name)
+            case "s":
+                return _seconds(facts, name)
+            case "mean":
+                return _mean(facts, name)
+        return _plural(facts, name, format_spec)
+
+
+_FILLED = _Filled()
 
 
 def _number(value: float | str) -> str:
@@ -51,13 +79,6 @@ def _seconds(facts: Facts, name: str) -> str:
     if value == float("inf"):
         return "unbounded"
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
-
-
-def _received(facts: Facts) -> str:
-    return (
-        f"Request received: prompt of {_tokens(facts, 'prompt_tokens')}, "
-        f"output limit {_count(facts, 'max_new_tokens')}."
-    )
 
 
 def _placed(facts: Facts) -> str:
@@ -204,12 +225,6 @@ def _arrived(facts: Facts) -> str:
     return f"Reached the scheduler of its replica{resumed}: {_place(facts)}."
 
 
-def _forecast(facts: Facts) -> str:
-    q50, q90 = _count(facts, "q50_tokens"), _count(facts, "q90_tokens")
-    who = f"{facts.get('source', '?')}, version {_count(facts, 'version')}"
-    return f"Predicted output: {_mean(facts, 'mean_tokens')} (median {q50}, 90th percentile {q90}; {who})."
-
-
 def _waits(facts: Facts) -> str:
     tail = f" ({_place(facts)})." if "num_admitted" in facts else "."
     match facts.get("reason"):
@@ -232,11 +247,6 @@ def _admitted(facts: Facts) -> str:
     when = "Admitted at once" if waited < 1e-3 else f"Admitted after a wait of {_seconds(facts, 'waited_s')}"
     room = _room(facts)
     return f"{when} ({_place(facts)}){'; ' + room if room else ''}."
-
-
-def _started(facts: Facts) -> str:
-    waited = _seconds(facts, "waited_s")
-    return f"The worker started it in the slot of a request that had ended, after a wait of {waited} ({_place(facts)})."
 
 
 def _short(facts: Facts) -> str:
@@ -266,28 +276,6 @@ def _offloaded(facts: Facts) -> str:
     return f"Offloaded: {why}; {moved}{_next_turn(facts)} ({_place(facts)})."
 
 
-def _uploaded(facts: Facts) -> str:
-    return f"Uploaded from host memory after {_seconds(facts, 'waited_s')}{_next_turn(facts)} ({_place(facts)})."
-
-
-def _paused(facts: Facts) -> str:
-    return f"Paused: other requests go first ({_place(facts)}). It keeps its KV memory."
-
-
-def _continues(facts: Facts) -> str:
-    return f"Continues after a pause of {_seconds(facts, 'waited_s')} ({_place(facts)})."
-
-
-def _demoted(facts: Facts) -> str:
-    quantum = _seconds(facts, "quantum_s")
-    return f"Demoted to level {_count(facts, 'level')}: it used up its quantum. The new quantum is {quantum}."
-
-
-def _promoted(facts: Facts) -> str:
-    quantum = _seconds(facts, "quantum_s")
-    return f"Promoted to level {_count(facts, 'level')}: it had waited too long. The new quantum is {quantum}."
-
-
 def _finished(facts: Facts) -> str:
     predicted = f" ({_number(facts['predicted_tokens'])} predicted)" if "predicted_tokens" in facts else ""
     cached = f"{_tokens(facts, 'cached_tokens')} of the prompt came from the cache"
@@ -313,10 +301,6 @@ def _sent(facts: Facts) -> str:
     return f"Sent to the external server {when} ({there})."
 
 
-def _promised(facts: Facts) -> str:
-    return f"Predicted to end in {_ends(facts)}."
-
-
 def _outlook(facts: Facts) -> str:
     ends = f"; predicted to end in {_ends(facts)}" if "p50_s" in facts else ""
     return f"Now {facts.get('state', 'in flight')}, {_tokens(facts, 'output_tokens')} so far{ends}."
@@ -327,42 +311,10 @@ def _ends(facts: Facts) -> str:
     return f"{_seconds(facts, 'p50_s')} (median), {_seconds(facts, 'p90_s')} (90 %){coarse}"
 
 
-# What components decide that is about no single request.
-
-
 def _placement(facts: Facts) -> str:
     cached = f", {_count(facts, 'hit_tokens')} of them believed cached there" if facts.get("hit_tokens") else ""
     known = _tokens(facts, "known_tokens")
     return f"Placed a request of {known}{cached} on replica {facts.get('replica', '?')} ({facts.get('reason', '?')})."
-
-
-def _batch_ended(facts: Facts) -> str:
-    size, where = _plural(facts, "num_requests", "request"), facts.get("replica", "?")
-    took, estimated = _seconds(facts, "took_s"), _seconds(facts, "estimated_s")
-    longest = f"longest output {_tokens(facts, 'generation_len')}, {_count(facts, 'predicted_len')} predicted"
-    return f"A batch of {size} ended on replica {where} after {took} ({estimated} estimated); {longest}."
-
-
-def _kv_ordered(facts: Facts) -> str:
-    back, dropped = _count(facts, "num_back"), _count(facts, "num_dropped")
-    return (
-        f"Ordered KV of {_plural(facts, 'num_out', 'request')} to the host, of {back} back, and of {dropped} dropped."
-    )
-
-
-def _forecasts_made(facts: Facts) -> str:
-    of = _plural(facts, "num_requests", "request")
-    return f"Forecast the outputs of {of}; mean of the last: {_mean(facts, 'last_mean_tokens')}."
-
-
-def _steps_fitted(facts: Facts) -> str:
-    step, seq = _seconds(facts, "step_s"), _seconds(facts, "decode_seq_s")
-    samples, where = _plural(facts, "num_samples", "sample"), facts.get("replica", "?")
-    return f"Steps of replica {where} fitted to {samples}: {step} each, {seq} for each sequence in it."
-
-
-def _committed(facts: Facts) -> str:
-    return f"Committed {_plural(facts, 'num_records', 'record')} in {_seconds(facts, 'took_s')}."
 
 
 def _breaker(facts: Facts) -> str:
@@ -370,69 +322,59 @@ def _breaker(facts: Facts) -> str:
     return f"The circuit breaker of the other server is now {facts.get('state', '?')}{why}."
 
 
-def _process_started(facts: Facts) -> str:
-    host, before = facts.get("host", "?"), facts.get("last_end", "?")
-    return f"Started the process {host}, start {_count(facts, 'start')}; the one before: {before}."
+_CLAUSES: dict[str, Callable[[Facts], str]] = {"place": _place, "next_turn": _next_turn, "ends": _ends}
+"""Parts of sentences that depend on several facts."""
 
-
-_SENTENCES: dict[str, Callable[[Facts], str]] = {
-    "received": _received,
-    "promised": _promised,
+_SENTENCES: dict[str, str | Callable[[Facts], str]] = {
+    "received": "Request received: prompt of {prompt_tokens:token}, output limit {max_new_tokens:n}.",
+    "promised": "Predicted to end in {ends}.",
     "outlook": _outlook,
     "placed": _placed,
     "arrived": _arrived,
-    "forecast": _forecast,
+    "forecast": "Predicted output: {mean_tokens:mean} (median {q50_tokens:n}, 90th percentile {q90_tokens:n}; "
+    "{source}, version {version:n}).",
     "waits": _waits,
     "admitted": _admitted,
-    "started": _started,
+    "started": "The worker started it in the slot of a request that had ended, after a wait of {waited_s:s} ({place}).",
     "preempted": _preempted,
     "offloaded": _offloaded,
-    "uploaded": _uploaded,
-    "host_full": lambda facts: "Host memory had no room for its KV, so the KV is dropped and will be computed again.",
-    "paused": _paused,
-    "continues": _continues,
-    "demoted": _demoted,
-    "promoted": _promoted,
+    "uploaded": "Uploaded from host memory after {waited_s:s}{next_turn} ({place}).",
+    "host_full": "Host memory had no room for its KV, so the KV is dropped and will be computed again.",
+    "paused": "Paused: other requests go first ({place}). It keeps its KV memory.",
+    "continues": "Continues after a pause of {waited_s:s} ({place}).",
+    "demoted": "Demoted to level {level:n}: it used up its quantum. The new quantum is {quantum_s:s}.",
+    "promoted": "Promoted to level {level:n}: it had waited too long. The new quantum is {quantum_s:s}.",
     "refused": lambda facts: f"Refused: {facts.get('reason', 'it will never fit')}.",
-    "adopted": lambda facts: (
-        f"Taken over by a new scheduler with {_tokens(facts, 'output_tokens')} of output; "
-        "the decisions of the scheduler before it are lost."
-    ),
-    "superseded": lambda facts: "Dropped here: a later attempt of the request has replaced this one.",
-    "batch_broken": lambda facts: (
-        "Its batch ran out of KV memory and is split: the request starts again in a smaller batch"
-        f" after {_tokens(facts, 'output_tokens')} of output."
-    ),
-    "aborted": lambda facts: (
-        f"Aborted after {_tokens(facts, 'output_tokens')} of output: its client left, or it continues elsewhere."
-    ),
-    "worker_lost": lambda facts: f"Lost with its worker after {_tokens(facts, 'output_tokens')} of output.",
-    "resumed": lambda facts: (
-        f"Resumed as attempt {_count(facts, 'attempt')}: the attempt before it was lost; the client keeps the "
-        f"{_tokens(facts, 'output_tokens')} that it has."
-    ),
-    "first_token": lambda facts: f"First token {_seconds(facts, 'ttft_s')} after the request arrived.",
-    "client_slow": lambda facts: f"Paused: its client has not read {_plural(facts, 'unread_deltas', 'delta')}.",
-    "client_reads": lambda facts: "Continues: its client reads again.",
+    "adopted": "Taken over by a new scheduler with {output_tokens:token} of output; the decisions of the scheduler "
+    "before it are lost.",
+    "superseded": "Dropped here: a later attempt of the request has replaced this one.",
+    "batch_broken": "Its batch ran out of KV memory and is split: the request starts again in a smaller batch after "
+    "{output_tokens:token} of output.",
+    "aborted": "Aborted after {output_tokens:token} of output: its client left, or it continues elsewhere.",
+    "worker_lost": "Lost with its worker after {output_tokens:token} of output.",
+    "resumed": "Resumed as attempt {attempt:n}: the attempt before it was lost; the client keeps the "
+    "{output_tokens:token} that it has.",
+    "first_token": "First token {ttft_s:s} after the request arrived.",
+    "client_slow": "Paused: its client has not read {unread_deltas:delta}.",
+    "client_reads": "Continues: its client reads again.",
     "sent": _sent,
     "returned": lambda facts: (
         f"Returned to the router for another replica: {facts.get('reason', 'the external server is not available')}."
     ),
-    "server_ended": lambda facts: (
-        f"The external server ended it ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}."
-    ),
-    "server_failed": lambda facts: (
-        f"The external server failed after {_tokens(facts, 'output_tokens')}: {facts.get('reason')}."
-    ),
+    "server_ended": "The external server ended it ({reason}) after {output_tokens:token}.",
+    "server_failed": "The external server failed after {output_tokens:token}: {reason}.",
     "finished": _finished,
     "answered": _answered,
+    # What components decide that is about no single request.
     "placement": _placement,
-    "batch_ended": _batch_ended,
-    "kv_ordered": _kv_ordered,
-    "forecasts_made": _forecasts_made,
-    "steps_fitted": _steps_fitted,
-    "committed": _committed,
+    "batch_ended": "A batch of {num_requests:request} ended on replica {replica} after {took_s:s} ({estimated_s:s} "
+    "estimated); longest output {generation_len:token}, {predicted_len:n} predicted.",
+    "kv_ordered": "Ordered KV of {num_out:request} to the host, of {num_back:n} back, and of {num_dropped:n} dropped.",
+    "forecasts_made": "Forecast the outputs of {num_requests:request}; mean of the last: {last_mean_tokens:mean}.",
+    "steps_fitted": "Steps of replica {replica} fitted to {num_samples:sample}: {step_s:s} each, {decode_seq_s:s} for "
+    "each sequence in it.",
+    "committed": "Committed {num_records:record} in {took_s:s}.",
     "breaker": _breaker,
-    "process_started": _process_started,
-    "scaled": lambda facts: f"Scaled {facts.get('what', '?')} to {_count(facts, 'count')}.",
+    "process_started": "Started the process {host}, start {start:n}; the one before: {last_end}.",
+    "scaled": "Scaled {what} to {count:n}.",
 }

@@ -14,10 +14,9 @@ from pydantic import BaseModel
 from farsight.core.errors import FarsightError, InvalidValueError
 from farsight.core.messages.log import RequestTrace, WhatIfAnswer, WhatIfQuestion
 from farsight.policies.presets import PRESETS
-from farsight.services.api.access.keys import CURRENT
-from farsight.services.api.access.presented import owner_of, sent_key
+from farsight.services.api.access.keys import CURRENT, owner_of, sent_key
 from farsight.services.api.backend import Operator
-from farsight.services.api.errors import SERVER_ERROR, ApiError
+from farsight.services.api.errors import ApiError, or_unavailable
 from farsight.services.api.fields import MAX_PRIORITY
 from farsight.services.api.pages.explain import ERRORS, own_traces, unknown_request
 from farsight.services.api.pages.what_if_process import WhatIfProcess
@@ -112,17 +111,16 @@ def what_if_routes(operator: Operator, admin_token: str) -> APIRouter:
             headers = {"Retry-After": str(max(1, round(wait_s)))}
             raise ApiError(message, status=429, kind="rate_limit_error", code="what_if_busy", headers=headers)
         try:
-            window = await operator.logged_around(request_id)
-            if window is None:
-                raise unknown_request(response_id)
-            question = WhatIfQuestion(window, preset, replicas, _allowed(priority))
-            answer = await asyncio.shield(asyncio.to_thread(process.ask, question))
-        except FarsightError as error:
-            raise _unavailable(str(error)) from error
+            with or_unavailable():
+                window = await operator.logged_around(request_id)
+                if window is None:
+                    raise unknown_request(response_id)
+                question = WhatIfQuestion(window, preset, replicas, _allowed(priority))
+                answer = await asyncio.shield(asyncio.to_thread(process.ask, question))
+                if answer.problem:
+                    raise FarsightError(answer.problem)
         finally:
             turns.give_back()
-        if answer.problem:
-            raise _unavailable(answer.problem)
         return _reply(response_id, choice, change, answer)
 
     return router
@@ -167,10 +165,6 @@ def _ended(response_id: str, traces: Sequence[RequestTrace], choice: int) -> str
     if not all(trace.ended for trace in own if trace.source == "ingress"):
         raise ApiError(f"id: {response_id!r} has not ended yet", status=409, param="id", code="request_running")
     return own[0].request_id
-
-
-def _unavailable(message: str) -> ApiError:
-    return ApiError(message, status=503, kind=SERVER_ERROR, code="unavailable")
 
 
 def _reply(response_id: str, choice: int, change: str, answer: WhatIfAnswer) -> WhatIf:

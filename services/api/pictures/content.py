@@ -29,27 +29,13 @@ _DETAILS = ("auto", "low", "high")
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture in a message.
+class MixedContent:
+    """Texts and at least one picture, in their order.
 
-    Attributes:
-        data: The file.
-        digest: Names it (``core.images.digest_of``).
-        url: Where the file is to be fetched from; empty where it is here.
-        field: Where its client wrote it; empty for where a chat has it.
+    A picture's field is empty where it stands where a chat has it; one that is to be fetched has a URL and no data.
     """
 
-    data: bytes
-    digest: bytes
-    url: str = ""
-    field: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MixedContent:
-    """Texts and at least one picture, in their order."""
-
-    parts: tuple[str | Picture, ...]
+    parts: tuple[str | ImageFile, ...]
 
     @property
     def text(self) -> str:
@@ -74,7 +60,7 @@ def check_content(value: Any) -> str | MixedContent | None:
     return content_of([_part(index, part) for index, part in enumerate(value)])
 
 
-def content_of(parts: Sequence[str | Picture]) -> str | MixedContent:
+def content_of(parts: Sequence[str | ImageFile]) -> str | MixedContent:
     """What parts of a message are together. Texts alone are joined by line breaks: most templates take one string."""
     texts = [part for part in parts if isinstance(part, str)]
     return "\n".join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
@@ -87,7 +73,7 @@ def text_of(content: str | list[dict[str, str]]) -> str:
     return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
-def _part(index: int, part: Any) -> str | Picture:
+def _part(index: int, part: Any) -> str | ImageFile:
     if not isinstance(part, dict):
         raise refused(f"[{index}]", part, 'an object {"type": "text", "text": ...}')
     kind = part.get("type")
@@ -103,7 +89,7 @@ def _part(index: int, part: Any) -> str | Picture:
     return str(part["text"])
 
 
-def _picture(where: str, value: Any) -> Picture:
+def _picture(where: str, value: Any) -> ImageFile:
     """What an ``image_url`` holds: an object with a URL, or the URL itself. ``detail`` changes nothing: the model's
     own rule says how finely a picture is seen."""
     if isinstance(value, dict):
@@ -126,7 +112,7 @@ class NoPicture(Exception):
     """A text that is no picture; its own text completes "expected ..."."""
 
 
-def picture_of(url: str, field: str = "") -> Picture:
+def picture_of(url: str, field: str = "") -> ImageFile:
     """Returns the picture in a data URL, or one that is to be fetched.
 
     Raises:
@@ -141,7 +127,7 @@ def picture_of(url: str, field: str = "") -> Picture:
         raise NoPicture(_URL) from error
 
 
-def web_picture(url: str, field: str = "") -> Picture:
+def web_picture(url: str, field: str = "") -> ImageFile:
     """Returns a picture that is to be fetched.
 
     Raises:
@@ -149,10 +135,10 @@ def web_picture(url: str, field: str = "") -> Picture:
     """
     if not url[: len(_WEB[1])].lower().startswith(_WEB):
         raise NoPicture("a URL of http or https")
-    return Picture(b"", b"", url, field)
+    return ImageFile(field, b"", b"", url)
 
 
-def picture_from(text: str, field: str = "") -> Picture:
+def picture_from(text: str, field: str = "") -> ImageFile:
     """Returns the picture in base64.
 
     Raises:
@@ -164,7 +150,7 @@ def picture_from(text: str, field: str = "") -> Picture:
         raise NoPicture(f"a picture whose data are base64 ({error})") from error
     if not data:
         raise NoPicture("a picture with data")
-    return Picture(data, digest_of(data), field=field)
+    return ImageFile(field, data, digest_of(data))
 
 
 Content = str | MixedContent | None
@@ -173,16 +159,12 @@ Content = str | MixedContent | None
 def pictures_of(contents: Iterable[Content]) -> tuple[ImageFile, ...]:
     """Returns the files of the pictures in the contents of messages, each with the field that holds it."""
     return tuple(
-        ImageFile(part.field or f"{place}.image_url.url", part.data, part.digest, part.url)
-        for place, part in _places(contents)
+        dataclasses.replace(part, field=part.field or f"{place}.image_url.url") for place, part in _places(contents)
     )
 
 
 def check_pictures(contents: Iterable[Content], image_input: ImageInput | None) -> None:
-    """
-    Raises:
-        InvalidValueError: There are pictures, and nothing sees them, or more than are taken.
-    """
+    """Raises InvalidValueError if there are pictures and nothing sees them, or more than are taken."""
     for number, (place, part) in enumerate(_places(contents)):
         if image_input is None:
             raise InvalidValueError(part.field or f"{place}.type", "a picture", "'text': text alone is read here")
@@ -192,21 +174,18 @@ def check_pictures(contents: Iterable[Content], image_input: ImageInput | None) 
 
 
 def check_places(prompt_ids: Sequence[int], num_pictures: int, image_input: ImageInput) -> None:
-    """
-    Raises:
-        InvalidValueError: The chat template has not made one place for each picture.
-    """
+    """Raises InvalidValueError unless the chat template has made one place for each picture."""
     found = prompt_ids.count(image_input.placeholder_id)
     if found != num_pictures:
         shown = f"{num_pictures} pictures, for which the chat template makes {found} places"
         raise InvalidValueError("messages", shown, "a place in the prompt for each picture")
 
 
-def _places(contents: Iterable[Content]) -> Iterator[tuple[str, Picture]]:
+def _places(contents: Iterable[Content]) -> Iterator[tuple[str, ImageFile]]:
     for index, content in enumerate(contents):
         if isinstance(content, MixedContent):
             for number, part in enumerate(content.parts):
-                if isinstance(part, Picture):
+                if isinstance(part, ImageFile):
                     yield f"messages[{index}].content[{number}]", part
 
 

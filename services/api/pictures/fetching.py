@@ -22,6 +22,7 @@ from yarl import URL
 
 from farsight.core.config.images import ImageHost, host_of, is_private_host, is_public, parse_address
 from farsight.core.errors import CapacityError, InvalidValueError
+from farsight.core.images import ImageFile
 
 MAX_URL = 4096
 """Characters of a URL."""
@@ -41,14 +42,6 @@ _SHOWN = 120
 
 Lookup = Callable[[str, int], Awaitable[list[str]]]
 """From a name and a port to addresses; raises OSError if there are none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A picture that a request names by its URL, and the field that does."""
-
-    field: str
-    url: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +87,7 @@ class PictureFetcher:
         self.num_bytes = 0
 
     @contextlib.asynccontextmanager
-    async def fetched(self, wanted: Sequence[Wanted]) -> AsyncIterator[list[bytes]]:
+    async def fetched(self, wanted: Sequence[ImageFile]) -> AsyncIterator[list[bytes]]:
         """Their files, in their order, which count as waiting until the block ends.
 
         Raises:
@@ -112,7 +105,7 @@ class PictureFetcher:
         finally:
             budget.give_back()
 
-    async def _one(self, wanted: Wanted, budget: _Budget) -> bytes:
+    async def _one(self, wanted: ImageFile, budget: _Budget) -> bytes:
         try:
             url, host = self._checked(wanted.url)
             async with asyncio.timeout(self._limits.timeout_s), self._turns:

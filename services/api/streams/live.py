@@ -10,18 +10,19 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from farsight.core.codec import decode, encode
 from farsight.core.errors import CapacityError
 from farsight.core.messages.resumable import END, StreamEntries, StreamEntry, StreamEpoch, StreamState
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Request
+from farsight.services.api.answers.sse import DONE, AnswerEvents, ChunkWriter, event
 from farsight.services.api.backend import Generator
-from farsight.services.api.errors import INVALID_REQUEST, SERVER_ERROR, ApiError, as_api_error
+from farsight.services.api.errors import ApiError, as_api_error
 from farsight.services.api.fields import shown
 from farsight.services.api.generate import run_requests
 from farsight.services.api.generation import Generation
+from farsight.services.api.text.dialect import TokenTexts
 
 EVENT_ID = re.compile(r"([0-9a-f]{32})-([1-9][0-9]{0,14})")
 
@@ -43,27 +44,44 @@ class StreamRecord:
 
 
 def record_of(generation: Generation) -> bytes:
-    return encode(StreamRecord(generation.without_prompts(), int(time.time())))
+    return encode(StreamRecord(dataclasses.replace(generation, prompts=()), int(time.time())))
 
 
 def generation_in(record: bytes) -> Generation:
     """The generation of a record, with its prompts."""
     generation = decode(record, StreamRecord).generation
-    return generation.with_prompts(generation.requests[:: generation.num_tries])
+    return dataclasses.replace(generation, prompts=generation.requests[:: generation.num_tries])
 
 
-class LogWriter(Protocol):
-    """Turns the log of a stream into events: the same log gives the same events at every replica."""
+class EventWriter:
+    """Turns the log of a stream into events with ids: the same log gives the same events at every replica.
 
-    num_events: int
+    Args:
+        record: As ``record_of`` made it.
+        texts: As for ``ChunkWriter``.
+    """
+
+    def __init__(self, stream_id: str, record: bytes, texts: TokenTexts) -> None:
+        self.num_events = 0
+        generation = generation_in(record)
+        self._stream_id = stream_id
+        self._events = AnswerEvents(generation, ChunkWriter(generation, texts, decode(record, StreamRecord).created))
 
     def write(self, entry: StreamEntry) -> list[bytes]:
         """Writes the events of the next entry."""
-        ...
+        if entry.delta is not None:
+            data = self._events.output(entry.index, entry.delta)
+        else:
+            data = event(json.loads(entry.error)) + DONE if entry.error else self._events.end()
+        return [self._numbered(each) for each in data.split(b"\n\n") if each]
 
     def failure(self, error: ApiError) -> bytes:
-        """Writes an error that ends one reader, and that the log does not hold."""
-        ...
+        """Writes an error without an id: the stream holds no such event."""
+        return event(error.body())
+
+    def _numbered(self, data: bytes) -> bytes:
+        self.num_events += 1
+        return b"id: %s-%d\n%s\n\n" % (self._stream_id.encode(), self.num_events, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +202,7 @@ class LiveStream:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def read(self, after: int, writer: LogWriter) -> AsyncGenerator[bytes, None]:
+    async def read(self, after: int, writer: EventWriter) -> AsyncGenerator[bytes, None]:
         """The events behind number ``after``, until the last. A later reader ends this one.
 
         Raises:
@@ -209,7 +227,7 @@ class LiveStream:
         """Entries that clients may see."""
         return self.num_stored if self.is_buffered else len(self.entries)
 
-    async def _catch_up(self, after: int, writer: LogWriter) -> _Position:
+    async def _catch_up(self, after: int, writer: EventWriter) -> _Position:
         """Writes what is there already; a long log in turns of the event loop."""
         unseen: list[bytes] = []
         num_entries = 0
@@ -224,7 +242,7 @@ class LiveStream:
             raise _wrong_event(f"number {after}", f"a number up to {writer.num_events}, the last one sent")
         return _Position(num_entries, unseen)
 
-    async def _read(self, number: int, began: _Position, writer: LogWriter) -> AsyncGenerator[bytes, None]:
+    async def _read(self, number: int, began: _Position, writer: EventWriter) -> AsyncGenerator[bytes, None]:
         position, events = began.num_entries, began.events
         has_sent = False
         while True:
@@ -292,7 +310,7 @@ class LiveStream:
         deltas = [delta for choice, delta in self._deltas() if choice == index]
         if any(delta.num_unnamed for delta in deltas):
             message = "The replica that ran this answer is another server; its answer cannot be continued."
-            raise ApiError(message, status=503, kind=SERVER_ERROR, code="generation_failed")
+            raise ApiError(message, status=503, code="generation_failed")
         output_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
         return dataclasses.replace(request, output_ids=output_ids)
 
@@ -322,4 +340,4 @@ def _wrong_event(found: str, expected: str) -> ApiError:
 def superseded() -> ApiError:
     """What a reader is told that another one has replaced."""
     message = "Another connection reads this stream now."
-    return ApiError(message, status=409, kind=INVALID_REQUEST, code="stream_superseded")
+    return ApiError(message, status=409, code="stream_superseded")

@@ -7,11 +7,11 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Protocol
 
+from farsight.actors.calls.log_store import StreamStoreCalls
 from farsight.core.errors import FarsightError
 from farsight.core.messages.resumable import StreamChanges, StreamFound, StreamName, StreamState, StreamVerdicts
-from farsight.services.api.access.presented import owner_of, owns
+from farsight.services.api.access.keys import owner_of, owns
 from farsight.services.api.backend import Generator
 from farsight.services.api.errors import ApiError, unavailable
 from farsight.services.api.generation import Generation
@@ -32,16 +32,6 @@ RETRY_S = 0.05
 _NOT_NOW = "The streams cannot be looked up now."
 
 logger = logging.getLogger(__name__)
-
-
-class Store(Protocol):
-    """The StreamStore; every method raises FarsightError while it cannot be reached."""
-
-    async def change(self, changes: StreamChanges) -> StreamVerdicts: ...
-
-    async def find(self, name: StreamName) -> StreamFound: ...
-
-    async def take(self, name: StreamName) -> StreamState | None: ...
 
 
 Hold = Callable[[], Callable[[], None]]
@@ -82,7 +72,7 @@ class StreamManager:
         resume_s: As ``RESUME_S``.
     """
 
-    def __init__(self, store: Store, resume_s: float = RESUME_S) -> None:
+    def __init__(self, store: StreamStoreCalls, resume_s: float = RESUME_S) -> None:
         self._store = store
         self._resume_s = resume_s
         self._streams: dict[str, LiveStream] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,19 +9,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from farsight.core.codec import decode
-from farsight.core.messages.resumable import StreamEntry
 from farsight.services.api.access.access_control import AccessControl
-from farsight.services.api.access.keys import CURRENT
-from farsight.services.api.access.presented import sent_key
-from farsight.services.api.answers.sse import DONE, AnswerEvents, ChunkWriter, EventStream, event
+from farsight.services.api.access.keys import CURRENT, sent_key
+from farsight.services.api.answers.sse import EventStream
 from farsight.services.api.backend import Generator
 from farsight.services.api.errors import ApiError
 from farsight.services.api.fields import shown
 from farsight.services.api.generation import Generation
-from farsight.services.api.streams.live import LiveStream, StreamRecord, events_seen, generation_in
+from farsight.services.api.streams.live import EventWriter, LiveStream, events_seen
 from farsight.services.api.streams.manager import Hold, StreamManager, hold_nothing
-from farsight.services.api.text.token_texts import TokenTexts
+from farsight.services.api.text.dialect import TokenTexts
 
 RESUMABLE_HEADER = "X-Farsight-Resumable"
 """In a request, ``true`` asks for a resumable stream."""
@@ -35,10 +31,7 @@ _WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants_resumable(headers: Mapping[str, str], generation: Generation) -> bool:
-    """
-    Raises:
-        ApiError: 400: the header has another value, or the answer is no stream.
-    """
+    """Returns what the header says; raises ApiError (400) if that is neither, or if the answer is no stream."""
     value = headers.get(RESUMABLE_HEADER)
     if value is None:
         return False
@@ -48,37 +41,6 @@ def wants_resumable(headers: Mapping[str, str], generation: Generation) -> bool:
     if wanted and not generation.stream:
         raise _wrong_header(repr(value), "'false', or a body with \"stream\": true")
     return wanted
-
-
-class EventWriter:
-    """Turns the log of a stream into events with ids: the same log gives the same events at every replica.
-
-    Args:
-        record: As ``record_of`` made it.
-        texts: As for ``ChunkWriter``.
-    """
-
-    def __init__(self, stream_id: str, record: bytes, texts: TokenTexts) -> None:
-        self.num_events = 0
-        generation = generation_in(record)
-        self._stream_id = stream_id
-        self._events = AnswerEvents(generation, ChunkWriter(generation, texts, decode(record, StreamRecord).created))
-
-    def write(self, entry: StreamEntry) -> list[bytes]:
-        """Writes the events of the next entry."""
-        if entry.delta is not None:
-            data = self._events.output(entry.index, entry.delta)
-        else:
-            data = event(json.loads(entry.error)) + DONE if entry.error else self._events.end()
-        return [self._numbered(each) for each in data.split(b"\n\n") if each]
-
-    def failure(self, error: ApiError) -> bytes:
-        """Writes an error without an id: the stream holds no such event."""
-        return event(error.body())
-
-    def _numbered(self, data: bytes) -> bytes:
-        self.num_events += 1
-        return b"id: %s-%d\n%s\n\n" % (self._stream_id.encode(), self.num_events, data)
 
 
 class ResumableStreams:

@@ -10,7 +10,7 @@ agree, all of the result is the client's.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from datetime import datetime
 from functools import wraps
 from typing import Any, NoReturn
@@ -87,11 +87,6 @@ def client_value(value: Any) -> Any:
     if isinstance(value, dict):
         return {client_value(key): client_value(each) for key, each in value.items()}
     return value
-
-
-def client_value_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Named values from a client, whose names are plain."""
-    return {name: client_value(value) for name, value in arguments.items()}
 
 
 def spans_of(text: str) -> tuple[Span, ...]:

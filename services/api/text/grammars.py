@@ -78,7 +78,6 @@ def _of_schema(schema: Any, compact: bool) -> str:
 def _located(constraint: Constraint, problem: str) -> GrammarRefused:
     if constraint.kind != "schema":
         return GrammarRefused(problem)
-    schema = json.loads(constraint.value) if isinstance(constraint.value, str) else constraint.value
 
     def problem_with(each: Any) -> str:
         try:
@@ -86,7 +85,7 @@ def _located(constraint: Constraint, problem: str) -> GrammarRefused:
         except GrammarRefused as refused:
             return refused.reason
 
-    place, reason = find_place(schema, problem_with)
+    place, reason = find_place(schema_of(constraint), problem_with)
     return GrammarRefused(reason, place)
 
 

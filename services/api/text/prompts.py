@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +18,8 @@ from farsight.services.api.errors import ApiError, unavailable
 from farsight.services.api.generation import Echo, PromptText
 from farsight.services.api.pictures.content import text_of
 from farsight.services.api.text.client_text import placed, spans_of
-from farsight.services.api.text.dialect import Dialect
+from farsight.services.api.text.dialect import Dialect, TokenTexts
 from farsight.services.api.text.template_process import TemplateProcess, TemplateRefused, TemplateStopped
-from farsight.services.api.text.token_texts import TokenTexts
 from farsight.tokenization.capacity import text_capacity
 from farsight.tokenization.model_dir import read_text
 from farsight.tokenization.model_files import load_model_texts
@@ -34,37 +32,22 @@ _SAMPLE = ({"role": "user", "content": "hello"},)
 """What every template is tried with."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextSettings:
+def _template_of(settings: ModelConfig, own: str | None) -> str | None:
+    """Returns the chat template that is used.
+
+    Args:
+        own: The model's.
+
+    Raises:
+        ConfigError: The file cannot be read.
     """
-    Attributes:
-        chat_template: File of the chat template; empty for the model's own.
-        tool_format: Name of the form of tool calls; ``auto`` finds it from the template.
-    """
-
-    chat_template: str = ""
-    tool_format: str = "auto"
-
-    def template(self, own: str | None) -> str | None:
-        """The chat template that is used.
-
-        Args:
-            own: The model's.
-
-        Raises:
-            ConfigError: The file cannot be read.
-        """
-        if not self.chat_template:
-            return own
-        try:
-            return read_text(Path(self.chat_template))
-        except (OSError, InvalidValueError) as error:
-            expected = f"a file with a chat template ({error})"
-            raise ConfigError("model.chat_template", self.chat_template, expected) from error
-
-
-def text_settings(model: ModelConfig) -> TextSettings:
-    return TextSettings(model.chat_template, model.tool_format)
+    if not settings.chat_template:
+        return own
+    try:
+        return read_text(Path(settings.chat_template))
+    except (OSError, InvalidValueError) as error:
+        expected = f"a file with a chat template ({error})"
+        raise ConfigError("model.chat_template", settings.chat_template, expected) from error
 
 
 class ChatEnd(Enum):
@@ -98,7 +81,7 @@ class PromptEncoder:
 
     Args:
         model_dir: As ``tokenization.model_files`` reads it.
-        settings: What is not as the directory says.
+        settings: A chat template and a form of tool calls that are not as the directory says.
 
     Attributes:
         texts: What single tokens stand for.
@@ -108,7 +91,7 @@ class PromptEncoder:
         ConfigError: No usable tokenizer, a template with wrong syntax, or one that takes too much time or memory.
     """
 
-    def __init__(self, model_dir: str | Path, settings: TextSettings | None = None) -> None:
+    def __init__(self, model_dir: str | Path, settings: ModelConfig | None = None) -> None:
         folder = Path(model_dir)
         try:
             files = load_model_texts(folder)
@@ -118,8 +101,8 @@ class PromptEncoder:
         self._encoder = files.encoder
         self.texts = TokenTexts(files.tokenizer)
         self._capacity = text_capacity(files.tokenizer)
-        settings = settings or TextSettings()
-        source = settings.template(files.template)
+        settings = settings or ModelConfig()
+        source = _template_of(settings, files.template)
         self._template = None if source is None else _compile(folder, source, files.special_tokens)
         self._knows_developer = source is not None and "developer" in source
         self.dialect = Dialect(files.tokenizer, source or "", settings.tool_format)
@@ -166,10 +149,6 @@ class PromptEncoder:
         found = [self.encode_prompt(text, add_special_tokens=False).ids for text in (word, f" {word.lstrip()}")]
         return tuple(dict.fromkeys(ids for ids in found if ids))
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
-        """The token ids of ``encode_prompt``."""
-        return self.encode_prompt(text).ids
-
     def least_tokens(self, text: str, enough: int) -> int:
         """A lower bound of the text's tokens, from its characters alone: nothing is tokenised.
 
@@ -184,14 +163,6 @@ class PromptEncoder:
     def echo(self, token_ids: Sequence[int]) -> Echo:
         """The text of a prompt of token ids, special tokens included: the client has put them there."""
         return Echo.of_tokens(self.texts.decoder, token_ids)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Token ids of the rendered conversation; all special tokens come from the template.
-
-        Raises:
-            ApiError: As ``render_chat``.
-        """
-        return self.encode_rendered(self.render_chat(ChatPrompt(messages)))
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         """Token ids of what ``render_chat`` returned."""

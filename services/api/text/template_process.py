@@ -26,7 +26,7 @@ from farsight.core.child_process import (
     processor_time,
     receive,
 )
-from farsight.services.api.text.client_text import client_value, client_value_of, compile_template, joined, spans_of
+from farsight.services.api.text.client_text import client_value, compile_template, joined, spans_of
 
 RENDER_CPU_S = 1.0
 """Processor time of one rendering, or of compiling the template: a busy machine stops no template that is well."""
@@ -190,7 +190,7 @@ def _asked(child: LimitedChild, data: bytes) -> Any:
         ChildLost: The process has been ended.
     """
     try:
-        outcome, value = _unpacked(child.ask(data))
+        outcome, value = json.loads(child.ask(data))
     except ChildStopped as error:
         raise TemplateStopped(str(error)) from error
     if outcome == "done":
@@ -201,10 +201,6 @@ def _asked(child: LimitedChild, data: bytes) -> Any:
 def _packed(value: Any) -> bytes:
     """As JSON, which holds what clients may send: integers of any size, text that has no UTF-8 form."""
     return json.dumps(value).encode()
-
-
-def _unpacked(data: bytes) -> Any:
-    return json.loads(data)
 
 
 def _answer(work: Callable[[], Any]) -> bytes:
@@ -228,7 +224,7 @@ def _reason(error: Exception) -> str:
 def main() -> None:
     """``python -m farsight.services.api.text.template_process SOCKET``"""
     with parent_stream() as stream:
-        source, variables = _unpacked(receive(stream) or b"")
+        source, variables = json.loads(receive(stream) or b"")
         limit_process(MAX_BYTES)
         compiled: list[Any] = []
         forms = ContentForms(
@@ -254,14 +250,14 @@ def main() -> None:
                 tools=client_value(tools),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **{**client_value_of(arguments), **variables},
+                **{name: client_value(value) for name, value in arguments.items()} | variables,
             )
             if len(text) > MAX_CHARS:
                 raise MemoryError(f"it writes {len(text)} characters, at most {MAX_CHARS} are taken")
             return str.__str__(text), spans_of(text)
 
         while (asked := receive(stream)) is not None:
-            stream.write(framed(_answer(lambda: render(*_unpacked(asked)))))
+            stream.write(framed(_answer(lambda: render(*json.loads(asked)))))
             stream.flush()
 
 

@@ -8,19 +8,17 @@ import functools
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from farsight.core.request import Origin
 from farsight.core.request import Request as EngineRequest
-from farsight.services.api.access.presented import owner_of, salt_of, sent_key
+from farsight.services.api.access.keys import owner_of, salt_of, sent_key
 from farsight.services.api.backend import Generator
-from farsight.services.api.bodies import JsonRoute, parse_object
-from farsight.services.api.errors import ApiError
+from farsight.services.api.bodies import LargeBodyRoute
+from farsight.services.api.errors import ERRORS, ApiError
 from farsight.services.api.generate import while_connected
 from farsight.services.api.generation import GPU_SECONDS_DIGITS
 from farsight.services.api.text.prompts import PromptEncoder
@@ -52,34 +50,13 @@ from farsight.services.api.vectors.texts import (
 MAX_BODY_BYTES = 1024 * 1024
 """Largest body of these routes; a thread reads it, which holds the interpreter for some 100 ms at worst."""
 
-_Body = TypeVar("_Body", bound=PrefillFields)
 
-
-class _ManyTexts(JsonRoute):
-    """Reads a larger body in a thread."""
-
+class _ManyTexts(LargeBodyRoute):
     async def handle_large(self, request: Request, body: bytes) -> Response:
         if len(body) > MAX_BODY_BYTES:
             message = f"The request body has {len(body)} bytes; {self.path} takes at most {MAX_BODY_BYTES}."
             raise ApiError(message, status=413, code="request_too_large")
-        kind = next(each for path, each in _KINDS.items() if self.path.endswith(path))
-        return await self.endpoint(await asyncio.to_thread(_checked, kind, body), request)  # type: ignore[no-any-return]
-
-
-def _checked(kind: type[_Body], body: bytes) -> _Body:
-    """As FastAPI checks a small body."""
-    try:
-        return kind.model_validate(parse_object(body))
-    except ValidationError as error:
-        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-        raise RequestValidationError(found) from error
-
-
-_KINDS: dict[str, type[PrefillFields]] = {
-    "/embeddings": EmbeddingRequest,
-    "/score": ScoreRequest,
-    "/rerank": RerankRequest,
-}
+        return await super().handle_large(request, body)
 
 
 class VectorCalls:
@@ -170,28 +147,27 @@ def _usage(vectors: Vectors) -> TextUsage:
     )
 
 
-def vector_routes(calls: VectorCalls, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
+def vector_routes(calls: VectorCalls) -> APIRouter:
     """The routes, under the names that OpenAI, vLLM, Jina and Cohere have for them."""
-    router = APIRouter(tags=["embeddings"], responses=errors, route_class=_ManyTexts)
+    router = APIRouter(tags=["embeddings"], responses=ERRORS, route_class=_ManyTexts)
 
     @router.post("/v1/embeddings", response_model=EmbeddingReply)
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        return await _answer(calls.embeddings(body, request))
+        return _shown(await calls.embeddings(body, request))
 
     @router.post("/score", response_model=ScoreReply, include_in_schema=False)
     @router.post("/v1/score", response_model=ScoreReply)
     async def score(body: ScoreRequest, request: Request) -> Response:
-        return await _answer(calls.score(body, request))
+        return _shown(await calls.score(body, request))
 
     @router.post("/rerank", response_model=RerankReply, include_in_schema=False)
     @router.post("/v2/rerank", response_model=RerankReply, include_in_schema=False)
     @router.post("/v1/rerank", response_model=RerankReply)
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        return await _answer(calls.rerank(body, request))
+        return _shown(await calls.rerank(body, request))
 
     return router
 
 
-async def _answer(work: Any) -> Response:
-    reply: BaseModel = await work
+def _shown(reply: BaseModel) -> Response:
     return JSONResponse(reply.model_dump(mode="json"))

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, PlainValidator, model_validator
 
 from farsight.services.api.field_groups import TargetFields
 from farsight.services.api.fields import COMMON_NEUTRAL, NeutralOnly, refused
-from farsight.services.api.schemas import check_prompt
+from farsight.services.api.schemas import check_prompt, named_prompts
 
 MAX_INPUTS = 2048
 """Texts of one request."""
@@ -52,12 +52,7 @@ class EmbeddingRequest(PrefillFields):
     @property
     def inputs(self) -> list[tuple[str, str | list[int]]]:
         """Each input with its field, as errors name it."""
-        value = self.input
-        if isinstance(value, str):
-            return [("input", value)]
-        if all(isinstance(each, int) for each in value):
-            return [("input", value)]  # type: ignore[list-item]
-        return [(f"input[{index}]", each) for index, each in enumerate(value)]  # type: ignore[misc]
+        return named_prompts("input", self.input)
 
 
 _Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]

@@ -38,25 +38,26 @@ class Vectors:
 
 
 def embedding_requests(body: EmbeddingRequest, model: ModelInfo, encoder: PromptEncoder) -> list[Request]:
-    """
-    Raises:
-        ApiError, InvalidValueError: The model makes no embeddings, or cannot take an input; names it.
-    """
+    """Makes the requests; raises ApiError or InvalidValueError, which names the input, if the model cannot take it."""
     check_embeds(body.model, model)
     most = model.abilities.dim
     if body.dimensions is not None and body.dimensions > most:
         raise InvalidValueError("dimensions", body.dimensions, f"at most {most}, the length of the model's embeddings")
     special = body.add_special_tokens is not False
-    found = [_ids(field, each, body, model, encoder, special=special) for field, each in body.inputs]
-    return [_request(ids, model.abilities.pooling, body, model) for ids in found]
+    return text_requests(body.inputs, body, model, encoder, special=special)
 
 
 def text_requests(
-    texts: Sequence[tuple[str, str]], body: PrefillFields, model: ModelInfo, encoder: PromptEncoder
+    texts: Sequence[tuple[str, str | list[int]]],
+    body: PrefillFields,
+    model: ModelInfo,
+    encoder: PromptEncoder,
+    *,
+    special: bool = True,
 ) -> list[Request]:
     """Requests for the embeddings of texts, each with the name of its field."""
     check_embeds(body.model, model)
-    found = [_ids(field, text, body, model, encoder, special=True) for field, text in texts]
+    found = [_ids(field, text, body, model, encoder, special=special) for field, text in texts]
     return [_request(ids, model.abilities.pooling, body, model) for ids in found]
 
 
@@ -84,21 +85,13 @@ def pair_requests(
 
 
 def check_embeds(name: str | None, model: ModelInfo) -> None:
-    """
-    Raises:
-        ApiError: 404: another model is served here; 400: it makes no embeddings.
-    """
+    """Raises ApiError: 404 if another model is served here, 400 if it makes no embeddings."""
     check_model(name, model)
     if not model.abilities.pooling:
         message = (
             f"model: {model.name!r} makes no embeddings here; it serves {model.abilities.offers or 'nothing else'}"
         )
         raise ApiError(message, param="model", code="model_cannot_embed")
-
-
-def most_tokens(model: ModelInfo) -> int:
-    """Most tokens of a text: the context of a request has one more, which nothing computes."""
-    return model.max_model_len - 1
 
 
 def _ids(
@@ -115,7 +108,8 @@ def _ids(
 
 
 def _fitting(field: str, ids: tuple[int, ...], body: PrefillFields, model: ModelInfo) -> tuple[int, ...]:
-    most, asked = most_tokens(model), body.truncate_prompt_tokens
+    # The context of a request has one more token, which nothing computes.
+    most, asked = model.max_model_len - 1, body.truncate_prompt_tokens
     if asked is not None:
         ids = ids[: most if asked < 0 else asked]
     if not ids:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from farsight.core.request import Fault, Origin, Request, SamplingParams, Slo
 from farsight.services.api.app import DEFAULT_MAX_BODY_BYTES, build_app
 from farsight.services.api.backend import Generator, ModelInfo
 from farsight.services.api.generation import PromptText
-from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.api.text.prompts import ChatPrompt, PromptEncoder
 
 MODEL = "tiny"
 LONG_S = 120.0
@@ -281,6 +281,11 @@ async def refusal(client: Client, path: str, status: int = 400, **body: Any) -> 
     reply = await client.post(path, json=body)
     assert reply.status_code == status, reply.text
     return dict(reply.json()["error"])
+
+
+def chat_ids(encoder: PromptEncoder, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    """Token ids of a rendered conversation."""
+    return encoder.encode_rendered(encoder.render_chat(ChatPrompt(messages)))
 
 
 def write_model_dir(folder: Path, chat_template: str | None = CHATML, **config: Any) -> Path:

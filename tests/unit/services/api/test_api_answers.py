@@ -23,6 +23,7 @@ from tests.unit.services.api.api_support import (
     ScriptedBackend,
     Step,
     application,
+    chat_ids,
     client_on,
     delta,
     ok,
@@ -53,7 +54,7 @@ async def test_completion(client: Client, backend: ScriptedBackend, encoder: Pro
     (choice,) = body.pop("choices")
     nothing = dict.fromkeys(("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs"))
     assert choice == {"index": 0, "text": "Hello!", "finish_reason": "stop", **nothing}
-    usage = used(len(encoder.encode_text("hello")), 4)
+    usage = used(len(encoder.encode_prompt("hello").ids), 4)
     assert body == {"object": "text_completion", "model": MODEL, "usage": usage, "service_tier": None}
     assert backend.num_closed == backend.num_completed == 1
 
@@ -64,7 +65,7 @@ async def test_chat(client: Client, encoder: PromptEncoder, backend: ScriptedBac
     assert body["id"].startswith("chatcmpl-")
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello!", "refusal": None}
     assert body["choices"][0]["finish_reason"] == "stop"
-    assert backend.calls[0][0] == encoder.encode_chat(CHAT["messages"])
+    assert backend.calls[0][0] == chat_ids(encoder, CHAT["messages"])
 
 
 async def test_sampling_defaults(client: Client, backend: ScriptedBackend) -> None:
@@ -134,7 +135,7 @@ async def test_prompt_kinds(client: Client, backend: ScriptedBackend, encoder: P
     kinds: list[Any] = ["hello", [5, 6], ["hello"], [[5, 6], [7]]]
     for prompt in kinds:
         assert (await _post(client, COMPLETION, prompt=prompt)).status_code == 200
-    text = encoder.encode_text("hello")
+    text = encoder.encode_prompt("hello").ids
     assert [call[0] for call in backend.calls] == [text, (5, 6), text, (5, 6), (7,)]
 
 
@@ -347,7 +348,7 @@ async def test_roles_and_parts(client: Client, backend: ScriptedBackend, encoder
     ]
     assert (await _post(client, CHAT, messages=messages, max_tokens=1)).status_code == 200
     plain = [("system", "be brief"), ("user", "one\ntwo"), ("assistant", "")]
-    assert backend.calls[0][0] == encoder.encode_chat([{"role": role, "content": text} for role, text in plain])
+    assert backend.calls[0][0] == chat_ids(encoder, [{"role": role, "content": text} for role, text in plain])
 
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "it is"}]

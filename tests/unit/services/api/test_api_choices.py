@@ -17,8 +17,8 @@ from farsight.core.request import SamplingParams
 from farsight.services.api.answers.beam_search import PromptSearch
 from farsight.services.api.generation import BeamParams, ChoiceResult
 from farsight.services.api.requests import unnamed_request
+from farsight.services.api.text.dialect import TokenTexts
 from farsight.services.api.text.prompts import PromptEncoder
-from farsight.services.api.text.token_texts import TokenTexts
 from tests.unit.services.api.api_support import (
     MODEL,
     VOCAB_SIZE,
@@ -91,7 +91,7 @@ async def test_completion_logprobs(client: Client, encoder: PromptEncoder, check
     assert {name: len(items) for name, items in found.items()} == dict.fromkeys(
         ["tokens", "token_logprobs", "top_logprobs", "text_offset"], 8
     )
-    prompt = encoder.encode_text("the cat")
+    prompt = encoder.encode_prompt("the cat").ids
     expected = reference_logprobs(checkpoint, prompt, ids_of_names(encoder, found["tokens"]))[len(prompt) - 1 :]
     assert found["token_logprobs"] == pytest.approx(expected, abs=1e-3)
     for name, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
@@ -180,7 +180,7 @@ async def test_echo(client: Client, encoder: PromptEncoder, checkpoint: Path) ->
     assert choice["text"] == "the cat" + plain["choices"][0]["text"]
     assert timeless(echoed)["usage"] == timeless(plain)["usage"]
     found = choice["logprobs"]
-    prompt = encoder.encode_text("the cat")
+    prompt = encoder.encode_prompt("the cat").ids
     assert found["tokens"][: len(prompt)] == [encoder.texts.name(token_id) for token_id in prompt]
     assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
     output = ids_of_names(encoder, found["tokens"][len(prompt) :])
@@ -190,7 +190,7 @@ async def test_echo(client: Client, encoder: PromptEncoder, checkpoint: Path) ->
 
 
 async def test_echo_of_token_ids_and_without_logprobs(client: Client, encoder: PromptEncoder) -> None:
-    ids = list(encoder.encode_text("the dog"))
+    ids = list(encoder.encode_prompt("the dog").ids)
     choices = (await post(client, COMPLETION, prompt=[ids, ids[1:]], echo=True, n=2))["choices"]
     texts = [choice["text"] for choice in choices]
     assert [text.startswith("<s>the dog") for text in texts] == [True, True, False, False]
@@ -214,7 +214,7 @@ async def test_offsets_of_an_echoed_text_that_names_control_tokens(client: Clien
 
 
 async def test_an_echo_that_ends_inside_a_character(client: Client, encoder: PromptEncoder) -> None:
-    ids = list(encoder.encode_text("the €"))[:-1]
+    ids = list(encoder.encode_prompt("the €").ids)[:-1]
     choice = (await post(client, COMPLETION, prompt=ids, echo=True, logprobs=0, max_tokens=1))["choices"][0]
     assert choice["text"].startswith("<s>the \ufffd")
     assert choice["logprobs"]["text_offset"][len(ids)] == len("<s>the \ufffd")
@@ -223,7 +223,7 @@ async def test_an_echo_that_ends_inside_a_character(client: Client, encoder: Pro
 async def test_echo_alone_scores_a_text(client: Client, encoder: PromptEncoder, checkpoint: Path) -> None:
     answer = await post(client, COMPLETION, max_tokens=0, echo=True, logprobs=0)
     choice = answer["choices"][0]
-    prompt = encoder.encode_text("the cat")
+    prompt = encoder.encode_prompt("the cat").ids
     assert (choice["text"], choice["finish_reason"]) == ("the cat", "length")
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(
         reference_logprobs(checkpoint, prompt, []), abs=1e-3
@@ -279,8 +279,8 @@ async def test_cached_tokens_are_counted_once_a_prompt(encoder: PromptEncoder, s
 
 def test_the_bytes_of_tokens_join_to_those_of_the_text(encoder: PromptEncoder) -> None:
     text = "hello 日本語 🙂 café\n"
-    assert b"".join(map(encoder.texts.data, encoder.encode_text(text)[1:])).decode() == text
-    half = encoder.encode_text("日")[1]
+    assert b"".join(map(encoder.texts.data, encoder.encode_prompt(text).ids[1:])).decode() == text
+    half = encoder.encode_prompt("日").ids[1]
     assert encoder.texts.name(half) == "bytes:\\xe6" and encoder.texts.text(half) == "\ufffd"
     assert encoder.texts.name(0) == "<s>" and encoder.texts.data(299_999) == b""
 

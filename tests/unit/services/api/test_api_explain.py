@@ -17,7 +17,7 @@ from farsight.core.messages.log import RequestTrace
 from farsight.core.messages.requests import Promise
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Origin, Request
-from farsight.services.api.access.presented import bearer_key, owner_of, owns
+from farsight.services.api.access.keys import bearer_key, owner_of, owns
 from farsight.services.api.admin import Administration
 from farsight.services.api.answers import sse
 from farsight.services.api.answers.served import ANSWER, AnswerPromise

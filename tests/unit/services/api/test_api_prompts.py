@@ -18,16 +18,15 @@ from farsight.services.api.generation import PromptText
 from farsight.services.api.text.prompts import (
     ChatPrompt,
     PromptEncoder,
-    TextSettings,
     of_chat,
     of_completion,
-    text_settings,
 )
 from farsight.tokenization.tool_formats.formats import FORMATS
 from tests.unit.services.api.api_support import (
     CHATML,
     ScriptedBackend,
     application,
+    chat_ids,
     client_on,
     ok,
     refusal,
@@ -98,15 +97,15 @@ def test_same_as_transformers(tmp_path: Path, template: str, messages: list[dict
     assert encoder.render_chat(ChatPrompt(messages)) == reference.apply_chat_template(
         messages, tokenize=False, **arguments
     )
-    assert list(encoder.encode_chat(messages)) == reference.apply_chat_template(messages, tokenize=True, **arguments)
+    assert list(chat_ids(encoder, messages)) == reference.apply_chat_template(messages, tokenize=True, **arguments)
     for message in messages:
-        assert list(encoder.encode_text(message["content"])) == reference.encode(message["content"])
+        assert list(encoder.encode_prompt(message["content"]).ids) == reference.encode(message["content"])
 
 
 def test_text_gets_the_tokenizers_special_tokens_and_chat_only_the_templates(tmp_path: Path) -> None:
     encoder = PromptEncoder(write_model_dir(tmp_path, "{{ bos_token }}{{ messages[0].content }}"))
-    assert encoder.encode_text("hello")[0] == 0
-    assert encoder.encode_chat([{"role": "user", "content": "hello"}]) == encoder.encode_text("hello")
+    assert encoder.encode_prompt("hello").ids[0] == 0
+    assert chat_ids(encoder, [{"role": "user", "content": "hello"}]) == encoder.encode_prompt("hello").ids
 
 
 def test_which_of_several_templates_counts(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     path.write_text(json.dumps(settings), encoding="utf-8")
-    assert len(PromptEncoder(tmp_path).encode_text("hello cat hello dog")) > 2
+    assert len(PromptEncoder(tmp_path).encode_prompt("hello cat hello dog").ids) > 2
 
 
 @pytest.mark.parametrize(
@@ -170,12 +169,15 @@ def test_a_file_may_hold_the_chat_template(tmp_path: Path) -> None:
     folder = write_model_dir(tmp_path / "model")
     file = tmp_path / "chat.jinja"
     file.write_text("[TOOL_CALLS] [ {{ messages[0].content }}", encoding="utf-8")
-    encoder = PromptEncoder(folder, TextSettings(str(file)))
+    encoder = PromptEncoder(folder, ModelConfig(chat_template=str(file)))
     assert encoder.render_chat(ChatPrompt(ASK["messages"])) == "[TOOL_CALLS] [ hi"
     assert encoder.dialect.format.name == "mistral"
-    assert PromptEncoder(folder, TextSettings(str(file), "llama3")).dialect.format.name == "llama3"
+    assert (
+        PromptEncoder(folder, ModelConfig(chat_template=str(file), tool_format="llama3")).dialect.format.name
+        == "llama3"
+    )
     with pytest.raises(ConfigError, match=r"model\.chat_template"):
-        PromptEncoder(folder, text_settings(ModelConfig(chat_template=str(tmp_path / "none"))))
+        PromptEncoder(folder, ModelConfig(chat_template=str(tmp_path / "none")))
 
 
 KNOWS = (

@@ -24,10 +24,10 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from farsight.core.errors import CapacityError, ConfigError, InvalidValueError
 from farsight.services.api.errors import ApiError
 from farsight.services.api.text import prompts
-from farsight.services.api.text.client_text import client_value, client_value_of, compile_template, spans_of
+from farsight.services.api.text.client_text import client_value, compile_template, spans_of
 from farsight.services.api.text.prompts import ChatPrompt, PromptEncoder
 from farsight.services.api.text.template_process import RENDER_CPU_S, TemplateProcess, TemplateRefused, TemplateStopped
-from tests.unit.services.api.api_support import CHATML, write_model_dir
+from tests.unit.services.api.api_support import CHATML, chat_ids, write_model_dir
 from tests.unit.tokenization.kinds import KINDS
 
 QWEN_3 = """
@@ -150,7 +150,7 @@ def test_ordinary_chats_have_their_usual_ids(
     folder = folder_of(kind, template, base)
     encoder = encoder_of(folder)
     text = str.__str__(encoder.render_chat(ChatPrompt(messages)))
-    assert list(encoder.encode_chat(messages)) == tokenizer_of(folder).encode(text, add_special_tokens=False).ids
+    assert list(chat_ids(encoder, messages)) == tokenizer_of(folder).encode(text, add_special_tokens=False).ids
 
 
 def control_of(folder: Path, messages: list[dict[str, str]]) -> list[str]:
@@ -158,7 +158,7 @@ def control_of(folder: Path, messages: list[dict[str, str]]) -> list[str]:
     tokenizer = tokenizer_of(folder)
     names = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>")
     control = {tokenizer.token_to_id(name) for name in names}
-    ids = encoder_of(folder).encode_chat(messages)
+    ids = chat_ids(encoder_of(folder), messages)
     return [str(tokenizer.id_to_token(each)) for each in ids if each in control]
 
 
@@ -219,7 +219,8 @@ def test_a_template_that_writes_tags_around_a_name() -> None:
 )
 def test_what_is_known_of_every_operation(source: str, spans: tuple[tuple[int, int], ...]) -> None:
     values = {"x": "wxyz", "d": {"a": "wxyz", "b": "wxyz"}, "n": [["wxyz"], 1]}
-    assert spans_of(compile_template(source).render(client_value_of(values))) == spans
+    named = {name: client_value(value) for name, value in values.items()}
+    assert spans_of(compile_template(source).render(named)) == spans
 
 
 def test_bytes_are_refused() -> None:

@@ -30,7 +30,7 @@ from farsight.core.messages.series import (
 )
 from farsight.core.request import Origin
 from farsight.services.api.pages.dashboard import PAGES, operator_page
-from farsight.services.api.pages.live_parts import Recent, RecentByKey
+from farsight.services.api.pages.live import Recent, RecentByKey
 from farsight.services.api.pages.metrics_page import merge_expositions
 from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import METRICS, Client, ScriptedBackend, client_on, whole_app

@@ -19,7 +19,6 @@ from farsight.core.config.load import FarsightConfig
 from farsight.core.errors import FarsightError
 from farsight.services.api.backend import Generator
 from farsight.services.api.text.prompts import PromptEncoder
-from farsight.services.batch import backend as clusters
 from farsight.services.batch import job, submit
 from farsight.services.batch.progress import ProgressStore, partial_path
 from farsight.services.batch.submit import BatchOptions, entrypoint, submit_entrypoint
@@ -302,10 +301,10 @@ def test_the_raylet_above_the_job_knows_its_cluster(
     monkeypatch: pytest.MonkeyPatch, raylet: Process, address: str | None
 ) -> None:
     monkeypatch.setattr(psutil, "Process", lambda: raylet)
-    assert clusters._cluster_address() == address
+    assert job._cluster_address() == address
 
 
 def test_each_job_has_names_of_its_own_that_end_with_it() -> None:
-    one, other = clusters._own_site(FarsightConfig()), clusters._own_site(FarsightConfig())
+    one, other = job._own_site(FarsightConfig()), job._own_site(FarsightConfig())
     assert one.namespace != other.namespace
     assert not one.detached

@@ -15,6 +15,7 @@ from farsight.policies.tenancy.budgets import SharedBudgets
 from farsight.services.api.access.access_control import AccessControl, AccessSettings
 from farsight.services.api.access.keys import Tenant
 from farsight.services.api.readiness import Readiness
+from farsight.services.ingress import supervisor_link
 from farsight.services.ingress.supervisor_link import STOPPED, SUPERVISED_S, SupervisorLink, TenantExchange
 
 
@@ -64,7 +65,8 @@ class OpenStreams:
 def replica() -> tuple[Overseer, Readiness, Clock, OpenStreams, SupervisorLink]:
     overseer, clock, streams = Overseer(), Clock(), OpenStreams()
     readiness = Readiness(SUPERVISED_S, clock)
-    return overseer, readiness, clock, streams, SupervisorLink(cast(PeerBook, overseer), readiness, streams)
+    requests = cast(supervisor_link.OpenRequests, streams)
+    return overseer, readiness, clock, streams, SupervisorLink(cast(PeerBook, overseer), readiness, requests)
 
 
 async def test_who_hears_no_supervisor_is_not_supervised() -> None:

@@ -17,8 +17,15 @@ import pytest
 
 from farsight.core.config.server import AccessConfig
 from farsight.core.request import FLEX
-from farsight.services.api.access.access_control import AccessControl, AccessSettings, access_settings
-from farsight.services.api.access.failures import MAX_ADDRESSES, MAX_SLOWED, SLOW_S, Failures
+from farsight.services.api.access.access_control import (
+    MAX_ADDRESSES,
+    MAX_SLOWED,
+    SLOW_S,
+    AccessControl,
+    AccessSettings,
+    Failures,
+    access_settings,
+)
 from farsight.services.api.access.gate import route_paths
 from farsight.services.api.access.key_file import KeyFile, changed_key_file
 from farsight.services.api.access.keys import Role, Tenant

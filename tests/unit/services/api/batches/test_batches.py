@@ -18,9 +18,9 @@ from farsight.core.kept import PartsQuery
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import FLEX, Request
 from farsight.services.api.batches.lines import BatchLine
-from farsight.services.api.batches.order import WINDOW_LINES, in_order, longest_first
 from farsight.services.api.batches.records import WINDOW_S
 from farsight.services.api.batches.running import LEASE_S, BatchRunner
+from farsight.services.api.batches.sender import WINDOW_LINES, in_order, longest_first
 from farsight.services.api.generation import PromptText
 from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import HELLO, ScriptedBackend

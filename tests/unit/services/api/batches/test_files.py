@@ -14,7 +14,7 @@ from farsight.core.errors import FarsightError
 from farsight.core.kept import DropExpired, KeptObject, ObjectName, PutObject, PutVerdict
 from farsight.services.api.batches.files import PART_BYTES
 from farsight.services.api.batches.multipart import parse_form
-from farsight.services.api.dialects.stored import RESPONSE
+from farsight.services.api.dialects.responses import RESPONSE
 from farsight.services.api.errors import ApiError
 from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta, ok
 from tests.unit.services.api.batches.conftest import BatchService, Serve

@@ -13,14 +13,8 @@ import pytest
 
 from farsight.core.config.images import parse_image_hosts
 from farsight.core.errors import CapacityError, InvalidValueError
-from farsight.services.api.pictures.fetching import (
-    MAX_FETCHES,
-    MAX_REDIRECTS,
-    FetchLimits,
-    Lookup,
-    PictureFetcher,
-    Wanted,
-)
+from farsight.core.images import ImageFile
+from farsight.services.api.pictures.fetching import MAX_FETCHES, MAX_REDIRECTS, FetchLimits, Lookup, PictureFetcher
 from tests.unit.services.api.api_support import LONG_S, until
 from tests.unit.services.api.pictures.picture_host import (
     Answer,
@@ -70,7 +64,7 @@ def fetcher_of(hosts: str, limits: FetchLimits = PATIENT, lookup: Lookup | None 
 
 
 async def fetch(fetcher: PictureFetcher, *urls: str) -> list[bytes]:
-    wanted = [Wanted(f"messages[{index}].url", url) for index, url in enumerate(urls)]
+    wanted = [ImageFile(f"messages[{index}].url", b"", b"", url) for index, url in enumerate(urls)]
     async with asyncio.timeout(LONG_S), fetcher.fetched(wanted) as files:
         return files
 
@@ -274,7 +268,7 @@ async def test_pictures_of_one_request_have_a_bound_together(host: PictureHost) 
 async def test_files_that_wait_have_a_bound_over_all_requests(host: PictureHost) -> None:
     host.answers = {"/a": http(bytes(90_000))}
     fetcher, url = at(host)
-    async with fetcher.fetched([Wanted("a", url), Wanted("b", url)]) as files:
+    async with fetcher.fetched([ImageFile("a", b"", b"", url), ImageFile("b", b"", b"", url)]) as files:
         assert fetcher.num_bytes == sum(map(len, files)) == 180_000
         with pytest.raises(CapacityError, match="limit 250000"):
             await fetch(fetcher, url)

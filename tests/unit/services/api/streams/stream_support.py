@@ -16,9 +16,8 @@ from farsight.core.request import Request
 from farsight.services.api.generation import Generation, PromptText
 from farsight.services.api.requests import generation_of
 from farsight.services.api.schemas import ChatCompletionRequest, CompletionRequest
-from farsight.services.api.streams.live import LiveStream
+from farsight.services.api.streams.live import EventWriter, LiveStream
 from farsight.services.api.streams.manager import StreamManager
-from farsight.services.api.streams.routes import EventWriter
 from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import LONG_S, MODEL, ScriptedBackend
 

@@ -16,8 +16,7 @@ from farsight.core.request import Request
 from farsight.services.api.errors import ApiError, as_api_error
 from farsight.services.api.generation import PromptText
 from farsight.services.api.streams import manager
-from farsight.services.api.streams.live import LiveStream
-from farsight.services.api.streams.routes import EventWriter
+from farsight.services.api.streams.live import EventWriter, LiveStream
 from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import until
 from tests.unit.services.api.streams.stream_support import (
