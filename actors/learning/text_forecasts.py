@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import secrets
@@ -17,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter, Gauge
 
 from farsight.actors.calls.log_store import LogStoreCalls
 from farsight.actors.learning.length_learner import LengthLearner, ModelRegistry
 from farsight.actors.log.log_outbox import LogOutbox
 from farsight.actors.runtime.component import ComponentContext
+from farsight.actors.runtime.metrics import family
 from farsight.actors.runtime.peer import PeerLost
 from farsight.core.config.learning import PredictorConfig
 from farsight.core.errors import ConfigError, FarsightError
@@ -216,8 +216,10 @@ class TextForecasts:
         self._registry = ModelRegistry(log_store, artefact, context.registry)
         self._server = ForecastServer(predictor, self._settings.cpu_share, context.degraded)
         self._outbox = LogOutbox(log_store.append_forecasts, ForecastRecords, context.degraded)
-        self._version = _version(context.registry)
-        self._counter = _counter(context.registry)
+        text = "Version of the predictor that serves."
+        self._version = family(context.registry, Gauge, "farsight:forecast_version", text)
+        text = "Forecasts, by the predictor that made them."
+        self._counter = family(context.registry, Counter, "farsight:forecasts", text, ("source",))
         self._version.set(predictor.version)
 
     @classmethod
@@ -287,17 +289,6 @@ class TextForecasts:
         while True:
             await asyncio.sleep(KEEP_UP_S)
             await self._look_for_newer()
-
-
-@functools.cache
-def _version(registry: CollectorRegistry) -> Gauge:
-    """Makes one gauge for each registry: a process may stop a predictor and start another."""
-    return Gauge("farsight:forecast_version", "Version of the predictor that serves.", registry=registry)
-
-
-@functools.cache
-def _counter(registry: CollectorRegistry) -> Counter:
-    return Counter("farsight:forecasts", "Forecasts, by the predictor that made them.", ("source",), registry=registry)
 
 
 def _load(settings: PredictorConfig) -> tuple[TrainedModel, Encoder | Scorer | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import shutil
@@ -14,12 +13,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter, Gauge
 
 from farsight.actors.calls.log_store import LogStoreCalls
 from farsight.actors.log.log_backend import LogBackend, Record, Retention, check_integers
 from farsight.actors.log.log_sqlite import SqliteLog
 from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.metrics import family
 from farsight.actors.runtime.names import RUN_DIR_VARIABLE
 from farsight.core.errors import ConfigError, FarsightError, MessageError
 from farsight.core.kept import (
@@ -90,8 +90,10 @@ class LogStore(Component, LogStoreCalls):
         self._queue = 0
         self._written_at: float | None = None
         self._num_written = self._num_commits = 0
-        self._num_records = _num_records(context.registry)
-        self._num_bytes = _num_bytes(context.registry)
+        text = "Records written to the log, by kind."
+        self._num_records = family(context.registry, Counter, "farsight:log_records", text, ("kind",))
+        text = "Size of the log file in bytes; 0 for a log on Redis."
+        self._num_bytes = family(context.registry, Gauge, "farsight:log_bytes", text)
 
     async def start(self) -> None:
         """Opens or creates the log.
@@ -312,14 +314,3 @@ class LogStore(Component, LogStoreCalls):
 
 def _limited(query: LogQuery, max_limit: int) -> LogQuery:
     return LogQuery(query.after_row, min(max(query.limit, 0), max_limit))
-
-
-@functools.cache
-def _num_records(registry: CollectorRegistry) -> Counter:
-    """Makes one counter for each registry: a process may stop a store and start another."""
-    return Counter("farsight:log_records", "Records written to the log, by kind.", ["kind"], registry=registry)
-
-
-@functools.cache
-def _num_bytes(registry: CollectorRegistry) -> Gauge:
-    return Gauge("farsight:log_bytes", "Size of the log file in bytes; 0 for a log on Redis.", registry=registry)

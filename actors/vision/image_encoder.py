@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import ray
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from farsight.actors.calls.scheduling import ImageEncoderCalls
 from farsight.actors.pulse import read_clock
 from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.metrics import family
 from farsight.actors.runtime.peer import again_and_again
 from farsight.actors.runtime.shared_rows import rows_directory
 from farsight.actors.vision.encoding_cost import TERMS, EncodingCost
@@ -164,7 +165,16 @@ class ImageEncoder(Component, ImageEncoderCalls):
     def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         self._settings = context.config.images
-        self._metrics = _metrics(context.registry)
+        registry = context.registry
+        text = "Pictures of requests: encoded, cached (encoded before), or refused."
+        self._images = family(registry, Counter, "farsight:images", text, ("outcome",))
+        text = "Pictures encoded together."
+        self._batches = family(registry, Histogram, "farsight:image_batch_size", text, buckets=_BATCHES)
+        text = "Time of encoding them."
+        self._times = family(registry, Histogram, "farsight:image_batch_seconds", text, buckets=_TIMES_S)
+        self._kept = family(registry, Gauge, "farsight:image_cache_bytes", "Rows that are kept.")
+        text = "Fitted seconds of a batch of pictures, of each of its tokens, and of each pair of tokens of a picture."
+        self._costs = family(registry, Gauge, "farsight:image_cost_seconds", text, ("encoder", "term"))
         self._cache = _cache(self._settings.cache_mib * _MIB, context.name)
         self._thread = ThreadPoolExecutor(1, "tower")
         self._preparing = ThreadPoolExecutor(1, "pixels")
@@ -232,7 +242,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         if found is None and name in self._open:
             found = await asyncio.shield(self._open[name])
         if found is not None:
-            self._metrics.images.labels("refused" if found.problem else "cached").inc()
+            self._images.labels("refused" if found.problem else "cached").inc()
             return dataclasses.replace(found, digest=file.digest, is_cached=True)
         task = asyncio.create_task(self._fresh(file, name))
         self._open[name] = task
@@ -243,8 +253,8 @@ class ImageEncoder(Component, ImageEncoderCalls):
     def _done(self, name: str, task: asyncio.Future[EncodedImage]) -> None:
         del self._open[name]
         if not task.cancelled() and task.exception() is None:
-            self._metrics.images.labels("refused" if task.result().problem else "encoded").inc()
-            self._metrics.kept.set(self._cache.num_bytes)
+            self._images.labels("refused" if task.result().problem else "encoded").inc()
+            self._kept.set(self._cache.num_bytes)
 
     async def _fresh(self, file: ImageFile, name: str) -> EncodedImage:
         async with self._room:
@@ -294,46 +304,15 @@ class ImageEncoder(Component, ImageEncoderCalls):
         self._encoded_at = time.monotonic()
         seconds = self._encoded_at - began
         self._cost.add(tokens, seconds)
-        self._metrics.batches.observe(len(tokens))
-        self._metrics.times.observe(seconds)
+        self._batches.observe(len(tokens))
+        self._times.observe(seconds)
         for term, value_s in zip(TERMS, self._cost.coefficients(), strict=True):
-            self._metrics.cost.labels(self.name, term).set(value_s)
+            self._costs.labels(self.name, term).set(value_s)
 
     async def _encoded(self, images: Sequence[PreparedImage]) -> list[bytes]:
         vision = self._built.result()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: [vision.packed(rows) for rows in vision.encode(images)])
-
-
-@dataclass(frozen=True, slots=True)
-class _EncoderMetrics:
-    images: Counter
-    batches: Histogram
-    times: Histogram
-    kept: Gauge
-    cost: Gauge
-
-
-@functools.cache
-def _metrics(registry: CollectorRegistry) -> _EncoderMetrics:
-    """Makes the metrics once for each registry: several encoders may share a process."""
-    return _EncoderMetrics(
-        Counter(
-            "farsight:images",
-            "Pictures of requests: encoded, cached (encoded before), or refused.",
-            ("outcome",),
-            registry=registry,
-        ),
-        Histogram("farsight:image_batch_size", "Pictures encoded together.", registry=registry, buckets=_BATCHES),
-        Histogram("farsight:image_batch_seconds", "Time of encoding them.", registry=registry, buckets=_TIMES_S),
-        Gauge("farsight:image_cache_bytes", "Rows that are kept.", registry=registry),
-        Gauge(
-            "farsight:image_cost_seconds",
-            "Fitted seconds of a batch of pictures, of each of its tokens, and of each pair of tokens of a picture.",
-            ("encoder", "term"),
-            registry=registry,
-        ),
-    )
 
 
 def _cache(max_bytes: int, owner: str) -> RowCache:
