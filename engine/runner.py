@@ -21,19 +21,20 @@ from farsight.kvcache import KVCopy, StepBatch, StepItem
 logger = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
-    """Computes a step; the model runner, or a device emulated from a profile."""
+class Runner:
+    """Computes steps: the model runner, or a device emulated from a profile. Here is what most devices do."""
 
     @property
     def num_ooms(self) -> int:
         """How often the device has run out of memory and computed a step in parts."""
-        ...
+        return 0
 
     def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         """Announces a step that will be executed after those that have begun before it."""
-        ...
 
-    def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
+    def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
+        """Computes a step; returns the new token of each item, None where the item does not sample."""
+        raise NotImplementedError
 
     def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
         """Gets a step ready that is likely to follow the one that computes; in another thread, meanwhile.
@@ -41,19 +42,17 @@ class Runner(Protocol):
         Returns:
             Whether it could also be executed before that one is booked, after ``go_on``.
         """
-        ...
+        return False
 
     def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
         """Says the last known token of each item of a step that was got ready: its sequences lack them."""
-        ...
 
     def fault(self, error: Exception) -> StepFault:
-        """What the error of a failed ``execute`` says about the device."""
-        ...
+        """Returns what the error of a failed ``execute`` says about the device."""
+        return StepFault.UNKNOWN
 
     def rest(self) -> None:
         """Announces that no step can run for now."""
-        ...
 
 
 class Copier(Protocol):

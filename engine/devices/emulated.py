@@ -24,9 +24,9 @@ from farsight.core.errors import ConfigError, InvalidValueError
 from farsight.core.messages.tokens import TokenLogprobs
 from farsight.core.request import Fault, Request, Residency
 from farsight.engine.checkpoint.model_config import DecoderConfig, load_model_config
-from farsight.engine.runner import Copies, Device, num_host_pool_blocks, num_pool_blocks
+from farsight.engine.runner import Copies, Device, Runner, num_host_pool_blocks, num_pool_blocks
 from farsight.engine.sequence import Detokenizer, Sequence
-from farsight.engine.step_results import ItemLogprobs, IterationCutOff, LoggedTokens, NoToken, StepFault
+from farsight.engine.step_results import ItemLogprobs, IterationCutOff, LoggedTokens, NoToken
 from farsight.engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
 from farsight.estimator.profile_file import DeviceProfile, find_device_profile
 from farsight.kvcache import KVCopy, StepBatch, StepItem
@@ -60,7 +60,7 @@ class Pace:
             self._sleep(left_s)
 
 
-class EmulatedRunner:
+class EmulatedRunner(Runner):
     """Steps that last as long as their predicted cost.
 
     While there is work, a step begins when the one before it was to end, not when the host has got round to it: what
@@ -78,24 +78,8 @@ class EmulatedRunner:
         self._pace = pace or Pace()
         self._free_at = -math.inf
 
-    num_ooms = 0
-
-    def fault(self, error: Exception) -> StepFault:
-        """An emulated device cannot be lost."""
-        return StepFault.UNKNOWN
-
-    def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
-        """Does nothing: there is one step at a time."""
-
-    def look_ahead(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> bool:
-        """Does nothing: a step has no inputs."""
-        return False
-
-    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
-        """Does nothing."""
-
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
-        """A made-up token for each item that samples, when the step is over.
+        """Returns a made-up token for each item that samples, when the step is over.
 
         Raises:
             IterationCutOff: It would have taken longer than ``batch.cut_off_s``.

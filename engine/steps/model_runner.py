@@ -19,6 +19,7 @@ from farsight.engine.checkpoint.weights import Progress, load_weights
 from farsight.engine.kv_pool import KVPool, pool_dtype
 from farsight.engine.models.quantize import quantize_weights, tell_of_rounding
 from farsight.engine.native.model import NativeBackend
+from farsight.engine.runner import Runner
 from farsight.engine.sampling.sampler import NO_TOKEN, PromptRows, Sampler, StepLogits, find_prompt_rows
 from farsight.engine.sampling.step_rows import RowsToPool, find_rows_to_pool, pool_rows, sampled_rows, tokens_that_stand
 from farsight.engine.sampling.token_masks import MaskedRows, begin_masks
@@ -51,7 +52,7 @@ class _Ready:
     token_ids: list[int] | None = None
 
 
-class ModelRunner:
+class ModelRunner(Runner):
     """A model with its KV pool. It changes the pool only, never the sequences that it gets.
 
     Args:
@@ -128,9 +129,6 @@ class ModelRunner:
             tell_of_rounding(found)
         return cls(config, pool, steps, max_model_len, make_sampler(steps, config.eos_token_ids, backend))
 
-    def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
-        """Does nothing: there is one step at a time."""
-
     def look_ahead(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> bool:
         """Makes the inputs of a step that only decodes, while the step before it computes in another thread.
 
@@ -184,7 +182,7 @@ class ModelRunner:
         return careful.execute(lambda part: self._execute(part, sequences), batch, sequences, whole=careful.fits(batch))
 
     def fault(self, error: Exception) -> StepFault:
-        """What the error of a failed step says about the device."""
+        """See ``Runner.fault``."""
         return fault_of(error, self._is_lost)
 
     @property
@@ -330,9 +328,6 @@ class ModelRunner:
             found[part.item] = ItemLogprobs(prompt=self.sampler.prompt_logprobs(logits, first, part, sequence))
             first += part.num_rows
         return found
-
-    def rest(self) -> None:
-        """Does nothing: a model has no work between steps."""
 
     def logits(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[Tensor | None]:
         """Runs a step; returns logits (float32 ``[vocab]``) where ``execute`` returns a token."""
