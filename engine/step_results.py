@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -106,15 +105,3 @@ class StepFault(Enum):
 
     LOST = "lost"
     """The device is unusable for this process: no later step can succeed."""
-
-
-def lost_on(device: str) -> Callable[[], bool]:
-    """A function that tells whether the device has become unusable for this process; a CPU never does.
-
-    It waits for the device's outstanding work.
-    """
-    if device != "cuda":
-        return lambda: False
-    from farsight.engine import cuda
-
-    return cuda.is_lost

@@ -10,8 +10,10 @@ from typing import Protocol
 import torch
 
 from farsight.core.request import Residency
+from farsight.engine import cuda
+from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.kv_pool import KVPool
-from farsight.engine.runner import Copies
+from farsight.engine.runner import Copier, Copies
 from farsight.kvcache import KVCopy
 
 STAGING_BYTES = 64 * 2**20
@@ -107,3 +109,15 @@ def _raising(error: Exception) -> Callable[[], None]:
         raise error
 
     return work
+
+
+def make_copier(config: DecoderConfig, pool: KVPool, num_host_blocks: int, *, on_gpu: bool) -> Copier | None:
+    """Makes the host pool beside a pool, and the copier between the two; None where the host has no blocks."""
+    if not num_host_blocks:
+        return None
+    if on_gpu:
+        host = HostBlocks(pool, num_host_blocks)
+        cuda.pin(host.data)
+        return StreamCopier(pool, host, cuda.SideStream())
+    host_pool = KVPool(config, num_blocks=num_host_blocks, block_size=pool.block_size, dtype=pool.dtype)
+    return KVCopier(pool, host_pool)

@@ -15,6 +15,7 @@ import torch
 from farsight.core.config.engine import EngineConfig
 from farsight.core.errors import RankLost
 from farsight.core.processors import compute_threads
+from farsight.engine import cuda
 from farsight.engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from farsight.engine.checkpoint.weights import CheckpointError, parse_dtype
 from farsight.engine.devices.model_device import AUTO_SHARE
@@ -23,7 +24,7 @@ from farsight.engine.parallel.exchange import Exchange, RankGroup
 from farsight.engine.parallel.links import Link, Ranks
 from farsight.engine.parallel.mesh import Part, check_parallel
 from farsight.engine.parallel.shards import load_shard
-from farsight.engine.parallel.stage import check_gpu, free_bytes, make_pools, make_stage, recover_on
+from farsight.engine.parallel.stage import free_bytes, make_pools, make_stage
 from farsight.engine.parallel.wire import (
     Finished,
     RankLoaded,
@@ -34,7 +35,6 @@ from farsight.engine.parallel.wire import (
     unpack_report,
 )
 from farsight.engine.runner import Device, available_bytes, num_host_pool_blocks, num_pool_blocks
-from farsight.engine.step_results import lost_on
 from farsight.engine.steps.careful_steps import CarefulSteps, Counts
 
 GATHER_TIMEOUT_S = 120.0
@@ -65,7 +65,7 @@ def load_parallel_device(
     """
     mesh = ranks.mesh
     check_parallel(mesh, config, engine)
-    check_gpu(engine)
+    cuda.check_device(engine.device)
     context_len = resolve_max_model_len(config, engine.max_model_len)
     dtype = parse_dtype(dtype_name, config, engine.device)
     num_sharers = num_replicas * mesh.size
@@ -105,9 +105,9 @@ def load_parallel_device(
     copier = None if own_copier is None else ParallelCopier(lead, own_copier)
     threading.Thread(target=_listen, args=(links, reports, copier, ranks.on_lost), name="ranks", daemon=True).start()
     backend = ParallelBackend(lead, engine.kv_block_size, config.vocab_size)
-    careful = CarefulSteps(recover_on(engine.device))
+    careful = CarefulSteps(cuda.recover_on(engine.device))
     runner = ParallelRunner(
-        config, pool, backend, min(context_len, pool.num_slots), careful, counts, lost_on(engine.device)
+        config, pool, backend, min(context_len, pool.num_slots), careful, counts, cuda.lost_on(engine.device)
     )
     token_bytes = config.kv_bytes_per_token(dtype)
     return Device(runner, context_len, token_bytes, pools.num_blocks, pools.num_host_blocks, copier)

@@ -12,12 +12,13 @@ from queue import SimpleQueue
 import torch
 
 from farsight.core.errors import FarsightError, RankLost, WorkerBroken
+from farsight.engine import cuda
 from farsight.engine.checkpoint.model_config import load_model_config
 from farsight.engine.parallel.exchange import Exchange, RankGroup
 from farsight.engine.parallel.links import Link, Ticket
 from farsight.engine.parallel.mesh import Part
 from farsight.engine.parallel.shards import load_shard
-from farsight.engine.parallel.stage import Stage, check_gpu, free_bytes, make_pools, make_stage, recover_on
+from farsight.engine.parallel.stage import Stage, free_bytes, make_pools, make_stage
 from farsight.engine.parallel.wire import (
     Copied,
     RankLoaded,
@@ -30,7 +31,6 @@ from farsight.engine.parallel.wire import (
     unpack_order,
 )
 from farsight.engine.runner import Copier
-from farsight.engine.step_results import lost_on
 from farsight.kvcache import KVCopy
 
 
@@ -53,7 +53,7 @@ def follow(
     torch.set_num_threads(setup.num_threads)
     engine, dtype = setup.engine, getattr(torch, setup.dtype)
     try:
-        check_gpu(engine)
+        cuda.check_device(engine.device)
         model_dir = Path(setup.model_dir)
         part = Part(load_model_config(model_dir), setup.mesh, rank)
         weights = load_shard(model_dir, part, dtype, engine.device)
@@ -70,7 +70,7 @@ def follow(
     stage = make_stage(part, weights, pool, exchange, engine, setup.context_len)
     link.send(b"")
     on_ready()
-    _Orders(link, stage, copier, recover_on(engine.device), lost_on(engine.device), on_lost).carry_out()
+    _Orders(link, stage, copier, cuda.recover_on(engine.device), cuda.lost_on(engine.device), on_lost).carry_out()
 
 
 class _Orders:

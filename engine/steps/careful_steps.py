@@ -28,7 +28,7 @@ def fault_of(error: Exception, is_lost: Callable[[], bool]) -> StepFault:
     """Judges a step by what it raised after all parts were tried.
 
     Args:
-        is_lost: Asks the device (``lost_on``).
+        is_lost: Asks the device (``cuda.lost_on``).
     """
     if isinstance(error, torch.OutOfMemoryError):
         return StepFault.REQUESTS

@@ -24,7 +24,7 @@ from farsight.engine.build import build_worker
 from farsight.engine.emission import Output
 from farsight.engine.engine import Engine
 from farsight.engine.sequence import Sequence
-from farsight.engine.step_results import StepFault, lost_on
+from farsight.engine.step_results import StepFault
 from farsight.engine.steps.careful_steps import fault_of
 from farsight.engine.steps.model_runner import ModelRunner
 from farsight.engine.worker import Worker
@@ -195,8 +195,8 @@ def test_what_a_failed_step_says_about_the_device(error: Exception, lost: bool, 
 
 
 def test_only_a_gpu_is_lost() -> None:
-    assert lost_on("cuda") is cuda.is_lost
-    assert not lost_on("cpu")()
+    assert cuda.lost_on("cuda") is cuda.is_lost
+    assert not cuda.lost_on("cpu")()
 
 
 BLOCK = 16
