@@ -66,11 +66,6 @@ class AnyresPixels:
     def grid_of(self, width: int, height: int) -> tuple[int, ...]:
         return ()
 
-    def problem(self, width: int, height: int) -> str:
-        if max(width, height) / min(width, height) > 200:
-            return "a longer side of at most 200 times the shorter"
-        return ""
-
     def best(self, height: int, width: int) -> Sides:
         """The pinpoint that keeps most of the picture's pixels, and wastes least beside it."""
 

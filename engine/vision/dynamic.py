@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 
 from farsight.engine.checkpoint.config_fields import Fields
-from farsight.engine.vision.pixels import CLIP_PROCESSOR, Normalising, read_normalising, resized
-
-_LONGEST = 200
-"""A picture's longer side is at most so many times the shorter."""
+from farsight.engine.vision.pixels import CLIP_PROCESSOR, LONGEST, Normalising, read_normalising, resized
 
 _PROCESSOR = CLIP_PROCESSOR | {
     "patch_size": 14,
@@ -50,17 +47,13 @@ class DynamicPixels:
     @property
     def max_tokens(self) -> int:
         """Also of the longest pictures, one of whose sides is a single token, and of small ones, rounded up."""
-        thin = math.isqrt(self.max_pixels * _LONGEST) // self.side + 1
-        small = self.min_pixels // self.side**2 + 2 * math.isqrt(self.min_pixels * _LONGEST) // self.side + 3
+        thin = math.isqrt(self.max_pixels * LONGEST) // self.side + 1
+        small = self.min_pixels // self.side**2 + 2 * math.isqrt(self.min_pixels * LONGEST) // self.side + 3
         return max(self.max_pixels // self.side**2, thin, small)
 
     def tokens_of(self, width: int, height: int) -> int:
         rows, columns = self.grid_of(width, height)
         return rows * columns
-
-    def problem(self, width: int, height: int) -> str:
-        longest = max(width, height) / min(width, height)
-        return "" if longest <= _LONGEST else f"a longer side of at most {_LONGEST} times the shorter"
 
     def grid_of(self, width: int, height: int) -> tuple[int, ...]:
         """Rows and columns of tokens."""

@@ -18,7 +18,7 @@ from farsight.engine.checkpoint.config_fields import Fields, read_json
 from farsight.engine.checkpoint.families.vision import VISION, Shape, VisionFamily, seeing_name
 from farsight.engine.vision.anyres import read_anyres
 from farsight.engine.vision.dynamic import read_dynamic
-from farsight.engine.vision.pixels import check_rgb, read_square, read_stretched
+from farsight.engine.vision.pixels import LONGEST, check_rgb, read_square, read_stretched
 from farsight.tokenization.gguf_file import is_gguf
 
 MAX_SIDE = 1 << 15
@@ -48,8 +48,6 @@ class Pixels(Protocol):
     def tokens_of(self, width: int, height: int) -> int: ...
 
     def grid_of(self, width: int, height: int) -> tuple[int, ...]: ...
-
-    def problem(self, width: int, height: int) -> str: ...
 
     def pixels(self, rgb: np.ndarray) -> np.ndarray: ...
 
@@ -116,10 +114,13 @@ class ImageGeometry:
         return PreparedImage(self._pixels.pixels(rgb), num_tokens, self.grid_of(width, height), (height, width))
 
     def _check(self, width: int, height: int) -> None:
-        problem = "" if 1 <= width <= MAX_SIDE and 1 <= height <= MAX_SIDE else f"sides of 1 to {MAX_SIDE} pixels"
-        problem = problem or self._pixels.problem(width, height)
-        if problem:
-            raise InvalidValueError("image", f"{width} x {height} pixels", problem)
+        if not (1 <= width <= MAX_SIDE and 1 <= height <= MAX_SIDE):
+            expected = f"sides of 1 to {MAX_SIDE} pixels"
+        elif max(width, height) > LONGEST * min(width, height):
+            expected = f"a longer side of at most {LONGEST} times the shorter"
+        else:
+            return
+        raise InvalidValueError("image", f"{width} x {height} pixels", expected)
 
 
 _READERS: Mapping[Shape, Callable[[dict[str, Any], dict[str, Any]], Pixels]] = {

@@ -18,6 +18,9 @@ from farsight.engine.checkpoint.config_fields import Fields
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
+LONGEST = 200
+"""The longer side of a picture is at most so many times the shorter."""
+
 _RESAMPLES = (0, 1, 2, 3, 4, 5)  # Pillow's numbers: nearest, Lanczos, bilinear, bicubic, box, Hamming
 
 
@@ -175,10 +178,6 @@ class SquarePixels:
 
     def grid_of(self, width: int, height: int) -> tuple[int, ...]:
         return ()
-
-    def problem(self, width: int, height: int) -> str:
-        longest = max(width, height) / min(width, height)
-        return "" if longest <= 200 else "a longer side of at most 200 times the shorter"
 
     def pixels(self, rgb: np.ndarray) -> np.ndarray:
         """float32 ``[1, 3, side, side]``."""
