@@ -63,8 +63,8 @@ class RowCache(Protocol):
         """Keeps the rows of a picture, in place of others; returns the image as answers are to describe it."""
         ...
 
-    def sweep(self) -> None:
-        """Drops rows that no request asks for any more; called from time to time."""
+    def sweep(self, now: float) -> None:
+        """Drops rows that no request asks for any more; ``now`` in seconds since the epoch."""
         ...
 
 
@@ -97,39 +97,8 @@ class CarriedRows:
             self.num_bytes -= len(dropped.embeddings)
         return image
 
-    def sweep(self) -> None:
+    def sweep(self, now: float) -> None:
         """Does nothing: no rows outlive their process."""
-
-
-class SharedRows:
-    """Rows in files; each answer names its file.
-
-    Args:
-        store: The store in the directory that the service shares.
-    """
-
-    def __init__(self, store: RowStore) -> None:
-        self._store = store
-
-    @property
-    def num_bytes(self) -> int:
-        return self._store.num_bytes
-
-    def find(self, name: str) -> EncodedImage | None:
-        found = self._store.find(name)
-        return None if found is None else EncodedImage(b"", found.num_tokens, found.grid, rows=name)
-
-    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
-        """Implements ``RowCache.keep``; the answer carries rows that cannot be written."""
-        try:
-            self._store.keep(name, image.num_tokens, image.grid, image.embeddings)
-        except OSError as error:
-            logger.warning("rows of a picture cannot be written, and go with its request: %s", error)
-            return image
-        return EncodedImage(image.digest, image.num_tokens, image.grid, rows=name)
-
-    def sweep(self) -> None:
-        self._store.sweep(time.time())
 
 
 MAX_BATCH = 16
@@ -276,7 +245,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await asyncio.to_thread(self._cache.sweep)
+            await asyncio.to_thread(self._cache.sweep, time.time())
 
     async def _run(self) -> None:
         """Encodes the waiting pictures together; never returns."""
@@ -317,7 +286,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
 
 def _cache(max_bytes: int, owner: str) -> RowCache:
     directory = rows_directory()
-    return CarriedRows(max_bytes) if directory is None else SharedRows(RowStore(directory, max_bytes, owner))
+    return CarriedRows(max_bytes) if directory is None else RowStore(directory, max_bytes, owner)
 
 
 def _load(model_dir: Path, config: FarsightConfig) -> VisionModel | EmulatedVision:
