@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -125,7 +124,7 @@ class OpenAIServer:
         due_at = loop.time() + limit_s
         events, ended, done = EventReader(), False, False
         may_lack = self._config.prompt == "text"  # chats or completions
-        async with _Reply(self._post(call), due_at, f"no {waited_for} within {limit_s:g} s", may_lack) as reply:
+        async with _reply(self._post(call), due_at, f"no {waited_for} within {limit_s:g} s", may_lack) as reply:
             while not done:
                 if reading.paused:
                     await reading.wait()
@@ -193,7 +192,7 @@ class OpenAIServer:
         due_at = asyncio.get_running_loop().time() + limit_s
         message = f"no answer to GET {path} within {limit_s:g} s"
         asked = self._session.get(self._config.base_url + path, allow_redirects=False)  # as in _post
-        async with _Reply(asked, due_at, message, may_lack) as reply:
+        async with _reply(asked, due_at, message, may_lack) as reply:
             body = b""
             while len(body) <= MAX_PAGE_BYTES and not reply.content.at_eof():
                 body += await _in_time(reply.content.readany(), due_at, message)
@@ -211,39 +210,24 @@ class OpenAIServer:
         return self._session.post(url, data=json.dumps(call.body), headers=headers, allow_redirects=False)
 
 
-class _Reply:
-    """Waits for a reply with status 200 until ``due_at``; every fault is raised as ``BackendFailed``.
+@asynccontextmanager
+async def _reply(calling: Any, due_at: float, message: str, may_lack: bool) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Yields a reply with status 200 that comes until ``due_at``; every fault is raised as ``BackendFailed``.
 
     Args:
         message: Text of the fault if the reply is too late.
         may_lack: As in ``refusal``.
     """
-
-    def __init__(self, calling: Any, due_at: float, message: str, may_lack: bool) -> None:
-        self._calling = calling
-        self._may_lack = may_lack
-        self._due_at = due_at
-        self._message = message
-        self._reply: aiohttp.ClientResponse | None = None
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        reply: aiohttp.ClientResponse = await _in_time(self._calling, self._due_at, self._message)
-        self._reply = reply
+    reply: aiohttp.ClientResponse = await _in_time(calling, due_at, message)
+    try:
         if reply.status != 200:
-            data = await _in_time(reply.content.read(MAX_REFUSAL_BYTES), self._due_at, self._message)
-            reply.close()
-            raise BackendFailed(refusal(reply.status, data, may_lack=self._may_lack))
-        return reply
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Closes the connection of a stream that is left before its end, so that the server stops generating."""
-        assert self._reply is not None
-        if kind is None:
-            self._reply.release()
-        else:
-            self._reply.close()
+            data = await _in_time(reply.content.read(MAX_REFUSAL_BYTES), due_at, message)
+            raise BackendFailed(refusal(reply.status, data, may_lack=may_lack))
+        yield reply
+    except BaseException:  # also a stream that is left before its end: the server stops generating
+        reply.close()
+        raise
+    reply.release()
 
 
 async def _in_time(work: Any, due_at: float, message: str) -> Any:

@@ -294,16 +294,14 @@ class BatchMetrics:
 class RequestMetrics:
     """What one ingress process measures of its clients' requests; one object per registry and model.
 
-    Args:
-        engine: A label that vLLM's users expect; requests may move between replicas, so it is the same for all.
-
     Attributes:
         tally: The same counts for the history of the service.
     """
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str = "0") -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self.tally = TrafficTally()
-        labels = {"model_name": model_name, "engine": engine}
+        # Users of vLLM expect the label; requests may move between replicas, so it is the same for all.
+        labels = {"model_name": model_name, "engine": "0"}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return family(registry, Histogram, name, text, _LABELS, buckets=buckets).labels(**labels)
