@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from farsight.actors.external.openai_wire import BackendFailed, failed
 from farsight.actors.log.log_outbox import LogOutbox
 from farsight.actors.runtime.component import Component, ComponentContext
 from farsight.actors.runtime.metrics import BackendMetrics, EngineMetrics
-from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, wait_for
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, reaches, wait_for
 from farsight.actors.worker.token_channels import TICK_S, TokenChannels
 from farsight.core.forecast import ForecastsMade
 from farsight.core.messages.fleet import ReplicaNews, ReplicaState
@@ -84,7 +84,6 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         self._channels = TokenChannels(self._incarnation)
         self._streams: dict[Key, BackendStream] = {}
         self._works: dict[Key, asyncio.Task[None]] = {}
-        self._probe: asyncio.Task[None] | None = None
         self._vocab_size = 0
         self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
@@ -112,10 +111,6 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
 
     async def stop(self) -> None:
         await super().stop()
-        works = [*self._works.values(), *([] if self._probe is None else [self._probe])]
-        for task in works:
-            task.cancel()
-        await asyncio.gather(*works, return_exceptions=True)
         self._channels.close()
         self._queues.remove()
         await self._server.close()
@@ -199,7 +194,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
             case AccountClosed():
                 self._traces.add(self._trace(instruction, ended=True))
             case AskServer(generates):
-                self._probe = asyncio.create_task(self._ask(generates))
+                self.spawn_aside(self._ask(generates))
             case BreakerChanged():
                 self._note_breaker()
 
@@ -229,18 +224,11 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         key = request.request_id, request.attempt
         self._streams[key] = stream = BackendStream(request)
         stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
-        self._works[key] = task = asyncio.create_task(self._stream(key, stream))
-        task.add_done_callback(lambda done: self._forget(key, done))
+        self._works[key] = task = self.spawn_aside(self._stream(key, stream))
+        task.add_done_callback(lambda _: self._forget(key))
 
-    def _forget(self, key: Key, done: asyncio.Task[None]) -> None:
+    def _forget(self, key: Key) -> None:
         del self._streams[key], self._works[key]
-        self._task_ended_badly(done)
-
-    def _task_ended_badly(self, task: asyncio.Task[None]) -> None:
-        """Ends the component if a task failed by a defect of Farsight; the Supervisor starts it again."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not self.failed.done():
-            self.failed.set_exception(error)
 
     async def _stream(self, key: Key, stream: BackendStream) -> None:
         """Sends one request and passes its output on until the end."""
@@ -309,15 +297,13 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         while True:
             self._handle(ProbeTick())
             self._queues.set_queues(self._machine.num_sent, self._machine.num_waiting)
-            if self._probe is not None and self._probe.done():
-                self._task_ended_badly(self._probe)
             await asyncio.sleep(LOOK_S)
 
     async def _tell_router(self) -> None:
         while True:
             self._news_due.clear()
             state = ReplicaState(self._replica, self._ready(), ())
-            told = await self._try(self._router.replica_state(state))
+            told = await reaches(self._router.replica_state(state))
             if told:
                 self._router_sends = state.ready is not None
                 self._release_returned()
@@ -331,16 +317,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
             self._events_due.clear()
             news = ReplicaNews(self._replica, self._incarnation, tuple(self._started), tuple(self._ended))
             self._started, self._ended = [], []
-            await self._try(self._router.replica_news(news))
-
-    @staticmethod
-    async def _try(call: Awaitable[None]) -> bool:
-        """Returns whether the Router received the message."""
-        try:
-            await call
-        except PeerLost:
-            return False
-        return True
+            await reaches(self._router.replica_news(news))
 
     async def _watch_ingresses(self) -> None:
         """Aborts requests of ingress replicas that have died. Ray is asked about a silent one, which may be busy."""

@@ -23,7 +23,7 @@ from farsight.actors.learning.length_learner import LengthLearner, ModelRegistry
 from farsight.actors.log.log_outbox import LogOutbox
 from farsight.actors.runtime.component import ComponentContext
 from farsight.actors.runtime.metrics import family
-from farsight.actors.runtime.peer import PeerLost
+from farsight.actors.runtime.peer import answer_of
 from farsight.core.config.learning import PredictorConfig
 from farsight.core.errors import ConfigError, FarsightError
 from farsight.core.forecast import Forecast, ForecastQuestion
@@ -277,10 +277,7 @@ class TextForecasts:
         self._version.set(predictor.version)
 
     async def _look_for_newer(self) -> None:
-        try:
-            newest = await self._registry.newest(int(self._artefact.metadata["version"]))
-        except PeerLost:
-            return
+        newest = await answer_of(self._registry.newest(int(self._artefact.metadata["version"])))
         if newest is not None:
             self._use(newest)
 

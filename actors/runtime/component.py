@@ -105,6 +105,7 @@ class Component:
         self.context = context
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
+        self._aside: set[asyncio.Task[None]] = set()
         self._num_answered = 0
         self._noted: deque[Decision] = deque(maxlen=MAX_RECENT)
 
@@ -135,15 +136,28 @@ class Component:
 
     async def stop(self) -> None:
         """Ends the component's tasks and closes what it has open."""
-        for task in self._tasks:
+        tasks = (*self._tasks, *self._aside)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs ``work`` as long as the component lives; if ``work`` ends by itself, the component has failed."""
         task = asyncio.create_task(work)
         task.add_done_callback(self._task_ended)
         self._tasks.append(task)
+
+    def spawn_aside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs ``work`` that ends by itself, unless the component stops before; an exception fails the component."""
+        task = asyncio.create_task(work)
+        self._aside.add(task)
+        task.add_done_callback(self._ended_aside)
+        return task
+
+    def _ended_aside(self, task: asyncio.Task[None]) -> None:
+        self._aside.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._task_ended(task)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and not self.failed.done():

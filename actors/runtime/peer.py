@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from farsight.actors.calls.failures import PeerLost as PeerLost
 from farsight.actors.calls.log_store import LogStoreCalls, StreamStoreCalls
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from farsight.actors.runtime.remote import RemoteActor
+
+T = TypeVar("T")
 
 LOOK_AGAIN_S = 0.05
 """Seconds between two searches for a lost peer."""
@@ -210,12 +212,26 @@ class Site:
         return PeerBook(self.placement, local, host, delay_s, self.namespace)
 
 
+async def answer_of(call: Awaitable[T]) -> T | None:
+    """Returns the answer to a message; None from a component that is away."""
+    try:
+        return await call
+    except PeerLost:
+        return None
+
+
+async def reaches(call: Awaitable[None]) -> bool:
+    """Returns whether a message that has no answer reaches its component."""
+    try:
+        await call
+    except PeerLost:
+        return False
+    return True
+
+
 async def current_counts(peers: PeerBook, known: ComponentCounts) -> ComponentCounts:
     """Returns the Supervisor's present counts; ``known`` while there is no Supervisor."""
-    try:
-        return await peers.supervisor().counts()
-    except PeerLost:
-        return known
+    return await answer_of(peers.supervisor().counts()) or known
 
 
 async def wait_for(event: asyncio.Event, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from farsight.actors.log.log_outbox import LogOutbox
 from farsight.actors.runtime.component import ComponentContext
 from farsight.actors.runtime.metrics import BatchMetrics
 from farsight.actors.runtime.names import initial_counts
-from farsight.actors.runtime.peer import PeerLost, again_and_again, current_counts, wait_for
+from farsight.actors.runtime.peer import again_and_again, answer_of, current_counts, reaches, wait_for
 from farsight.actors.scheduling.event_recorder import EventRecorder, recorded
 from farsight.actors.scheduling.router import FleetShell
 from farsight.core.costs import profile_cost
@@ -109,11 +109,9 @@ class EstimatedTimes:
         if len(self._known_s) > MAX_SHAPES:
             self._known_s.clear()
         self._current.clear()
-        try:
-            reply = await self._peers.serving_time_estimator(0).profile()
-        except PeerLost:
-            return  # the last profile still holds
-        measured = [row for row in reply.profiles if row.num_samples >= MIN_SAMPLES]
+        reply = await answer_of(self._peers.serving_time_estimator(0).profile())
+        rows = () if reply is None else reply.profiles  # the last profile still holds
+        measured = [row for row in rows if row.num_samples >= MIN_SAMPLES]
         if measured:
             self._cost = profile_cost(max(measured, key=lambda row: row.num_samples))
 
@@ -123,10 +121,7 @@ class EstimatedTimes:
         if not served:
             return
         for index in range(self._counts.serving_time_estimators):
-            try:
-                await self._peers.serving_time_estimator(index).observe_batches(ServedBatchTimes(served))
-            except PeerLost:
-                continue
+            await reaches(self._peers.serving_time_estimator(index).observe_batches(ServedBatchTimes(served)))
 
     async def _ask(self) -> None:
         """Asks the estimators in turn; if one is away, the next one is asked about the same batches."""
@@ -137,13 +132,11 @@ class EstimatedTimes:
         question = BatchShapes(tuple(BatchShape(*shape) for shape in shapes))
         for _ in range(self._counts.serving_time_estimators):
             index = next(self._turns) % self._counts.serving_time_estimators
-            try:
-                answer = await self._peers.serving_time_estimator(index).estimate_batches(question)
-            except PeerLost:
-                continue
-            self._known_s.update(zip(shapes, answer.seconds, strict=True))
-            self._current.update(shapes)
-            return
+            answer = await answer_of(self._peers.serving_time_estimator(index).estimate_batches(question))
+            if answer is not None:
+                self._known_s.update(zip(shapes, answer.seconds, strict=True))
+                self._current.update(shapes)
+                return
         await asyncio.sleep(UNANSWERED_PAUSE_S)  # otherwise each event would ask again
 
 
