@@ -225,7 +225,7 @@ def _image_inputs(
 def _speculation(
     engine: EngineConfig, *, static: bool, num_ranks: int, device: Device, clock: Callable[[], float]
 ) -> DraftedSteps | None:
-    """What guesses tokens for this worker's steps; None for nothing.
+    """Returns what guesses tokens for this worker's steps; None for nothing.
 
     Raises:
         ConfigError: The part is unknown, or cannot be used here.

@@ -72,7 +72,7 @@ class Copies:
         self._on_done: Callable[[], object] = lambda: None
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """``callback`` is called from the copying thread after each copy."""
+        """Sets what is called from the copying thread after each copy."""
         self._on_done = callback
 
     def submit(self, copy_id: int, thread: Executor, work: Callable[[], None]) -> None:
@@ -81,7 +81,7 @@ class Copies:
         future.add_done_callback(lambda _: self._on_done())
 
     def take_done(self) -> list[tuple[int, bool]]:
-        """(copy id, whether it failed) of the copies that have ended since the last call."""
+        """Returns (copy id, whether it failed) of the copies that have ended since the last call."""
         done = [(copy_id, future) for copy_id, future in self._in_flight.items() if future.done()]
         for copy_id, future in done:
             del self._in_flight[copy_id]
@@ -118,7 +118,7 @@ class Device:
 
 
 def num_pool_blocks(engine: EngineConfig, token_bytes: int, context_len: int, free_bytes: int | None) -> int:
-    """Blocks of the KV pool.
+    """Returns the number of blocks of the KV pool.
 
     Args:
         token_bytes: Bytes of the KV of one token.
@@ -140,7 +140,7 @@ def num_pool_blocks(engine: EngineConfig, token_bytes: int, context_len: int, fr
 
 
 def num_host_pool_blocks(engine: EngineConfig, token_bytes: int, auto_blocks: int, free_bytes: int | None) -> int:
-    """Blocks of the host pool; 0 for none.
+    """Returns the number of blocks of the host pool; 0 for none.
 
     Args:
         auto_blocks: Blocks that ``auto`` takes, if they fit ``free_bytes``.
@@ -190,7 +190,7 @@ _SAMPLING = SamplingParams(1, temperature=1.0, top_k=2, top_p=0.9, seed=0)
 
 
 def largest_step(engine: EngineConfig) -> tuple[StepBatch, dict[str, Sequence], int]:
-    """The largest step: as many tokens as a step may compute, in as many prompts as it may hold; each samples.
+    """Returns the largest step: as many tokens as a step may compute, in as many prompts as it may hold; each samples.
 
     Returns:
         The step, its sequences, and how many blocks it is computed in: 0 and up.

@@ -80,13 +80,13 @@ class PooledRows:
     total: np.ndarray
 
     def plus(self, other: PooledRows | None) -> PooledRows:
-        """This and what earlier steps have brought."""
+        """Returns this and what earlier steps have brought."""
         if other is None:
             return self
         return PooledRows(self.num_rows + other.num_rows, self.total + other.total)
 
     def vector(self) -> bytes:
-        """Their mean, float32 little-endian."""
+        """Returns their mean, float32 little-endian."""
         return (self.total / np.float32(self.num_rows)).astype("<f4").tobytes()
 
 

@@ -114,7 +114,7 @@ def load_parallel_device(
 
 
 def _size_pools(config: DecoderConfig, setup: RankSetup, free: int, *, swaps: bool) -> RankPools:
-    """Number of blocks that fit every rank, in ``free`` bytes by default."""
+    """Returns the number of blocks that fit every rank, in ``free`` bytes by default."""
     engine, dtype = setup.engine, getattr(torch, setup.dtype)
     parts = [Part(config, setup.mesh, rank).config for rank in range(setup.mesh.size)]
     token_bytes = max(part.kv_bytes_per_token(dtype) for part in parts)
@@ -143,7 +143,7 @@ def _check_loaded(links: list[Link]) -> None:
 
 
 def _measured(links: list[Link]) -> list[int]:
-    """Free memory of each rank."""
+    """Returns free memory of each rank."""
     return [RankMeasured(**json.loads(link.receive())).free_bytes for link in links]
 
 

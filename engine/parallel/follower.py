@@ -129,7 +129,7 @@ class _Orders:
             self._copier.begin(copy)
 
     def _report_copies(self) -> None:
-        """Called by the copying thread."""
+        """Reports copies that have ended; called by the copying thread."""
         assert self._copier is not None
         with self._sending:
             for copy_id, failed in self._copier.take_done():

@@ -55,7 +55,7 @@ class RankSetup:
 
     @classmethod
     def from_json(cls, data: bytes) -> RankSetup:
-        """The reverse of ``pack_json``."""
+        """Reverses ``pack_json``."""
         fields = json.loads(data)
         parts = {"mesh": Mesh(**fields["mesh"]), "engine": EngineConfig(**fields["engine"])}
         return cls(**fields | parts)
@@ -105,18 +105,18 @@ class Finished:
 
 
 def pack_json(message: Any) -> bytes:
-    """One of the dataclasses above; they cross once."""
+    """Packs one of the dataclasses above; they cross once."""
     return json.dumps(asdict(message)).encode()
 
 
 def pack_order(order: StepOrder | KVCopy) -> bytes:
-    """int32 throughout: no token, slot or block has a larger number."""
+    """Packs an order as int32 throughout: no token, slot or block has a larger number."""
     numbers = _copy_numbers(order) if isinstance(order, KVCopy) else _step_numbers(order)
     return numbers.astype(np.int32).tobytes()
 
 
 def unpack_order(data: bytes) -> StepOrder | KVCopy:
-    """The reverse of ``pack_order``."""
+    """Reverses ``pack_order``."""
     numbers = np.frombuffer(data, dtype=np.int32).astype(np.int64)
     return _read_copy(numbers) if numbers[0] == _COPY else _read_step(numbers)
 
@@ -158,14 +158,14 @@ def _read_copy(numbers: np.ndarray) -> KVCopy:
 
 
 def pack_report(report: Copied | Finished) -> bytes:
-    """A rank's messages to rank 0."""
+    """Packs a rank's message to rank 0."""
     if isinstance(report, Copied):
         return _COPIED.pack(_COPY, report.copy_id, report.failed)
     return bytes([_STEP, report.out_of_memory]) + report.failure.encode()
 
 
 def unpack_report(data: bytes) -> Copied | Finished:
-    """The reverse of ``pack_report``."""
+    """Reverses ``pack_report``."""
     if data[0] == _STEP:
         return Finished(data[2:].decode(), bool(data[1]))
     _, copy_id, failed = _COPIED.unpack(data)

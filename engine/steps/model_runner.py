@@ -101,7 +101,7 @@ class ModelRunner(Runner):
         kv_dtype: str = "auto",
         progress: Progress | None = None,
     ) -> ModelRunner:
-        """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
+        """Loads the checkpoint in ``model_dir``, with a pool of ``num_blocks`` blocks.
 
         Args:
             config: That of the directory, if it is known already.
@@ -182,7 +182,6 @@ class ModelRunner(Runner):
         return careful.execute(lambda part: self._execute(part, sequences), batch, sequences, whole=careful.fits(batch))
 
     def fault(self, error: Exception) -> StepFault:
-        """See ``Runner.fault``."""
         return fault_of(error, self._is_lost)
 
     @property
@@ -191,7 +190,7 @@ class ModelRunner(Runner):
         return 0 if self._careful is None else self._careful.num_ooms
 
     def _execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
-        """Like ``execute``, in one go."""
+        """Executes a step in one go."""
         ready = self._ready
         if ready is not None and ready.batch is batch:
             return self._execute_ready(ready, sequences)
@@ -215,7 +214,7 @@ class ModelRunner(Runner):
         return found if found.tells_more else list(found)
 
     def _execute_ready(self, ready: _Ready, sequences: Mapping[str, Sequence]) -> list[int | None]:
-        """Like ``execute`` of a step whose items all sample."""
+        """Executes a step whose items all sample."""
         known = ready.token_ids
         ready.inputs.complete(None if known is None else [known[i] for i in ready.order])
         masks = self._begin_masks([ready.batch.items[i] for i in ready.order], sequences)
@@ -234,7 +233,7 @@ class ModelRunner(Runner):
     def _with_padding(
         self, batch: StepBatch, sequences: Mapping[str, Sequence]
     ) -> tuple[StepBatch, Mapping[str, Sequence]]:
-        """The step with its padding as items behind the others: rows like any, of a sequence of pads.
+        """Returns the step with its padding as items behind the others: rows like any, of a sequence of pads.
 
         The sequences of the batch attend to their own tokens alone, so ``Padding.context_tokens`` are not computed.
         """
@@ -320,7 +319,7 @@ class ModelRunner(Runner):
     def _prompt_logprobs(
         self, logits: Tensor, prompts: list[PromptRows], batch: StepBatch, sequences: Mapping[str, Sequence]
     ) -> dict[int, ItemLogprobs]:
-        """By index of the item; ``logits`` are those of one part of ``prompts`` after the other."""
+        """Returns, by index of the item, those of ``logits``, which are of one part of ``prompts`` after the other."""
         found = {}
         first = 0
         for part in prompts:

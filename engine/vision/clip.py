@@ -122,7 +122,6 @@ class ClipTower:
         self._project_act = ACTIVATIONS[whole.require("projector_hidden_act", ACTIVATIONS)]
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        """See ``engine.vision.model.VisionTower.encode``."""
         squares = [torch.from_numpy(image.pixels) for image in images]
         counts = [len(each) for each in squares]
         pixels = torch.cat(squares).to(self._kernel)
@@ -130,7 +129,7 @@ class ClipTower:
         return [self._packed(part, image) for part, image in zip(torch.split(rows, counts), images, strict=True)]
 
     def _rows(self, pixels: Tensor) -> Tensor:
-        """``[squares, tokens, hidden of the text model]`` of ``[squares, 3, side, side]``."""
+        """Computes ``[squares, tokens, hidden of the text model]`` of ``[squares, 3, side, side]``."""
         hidden = self._pre_norm(self._embedded(pixels))
         found = {0: hidden} if 0 in self._features else {}
         for index, layer in enumerate(self._layers, 1):
@@ -159,7 +158,7 @@ class ClipTower:
         return hidden + layer.down(self._act(layer.up(layer.norm2(hidden))))
 
     def _packed(self, rows: Tensor, image: PreparedImage) -> Tensor:
-        """The rows of one image: of its square, then of its tiles, each row of patches with a token that ends it."""
+        """Returns the rows of one image: of its square, then of its tiles; a token ends each row of patches."""
         if self._tiles is None:
             return rows[0]
         tiles, side = self._tiles, self._patches
@@ -183,7 +182,7 @@ def _strategy(raw: dict[str, Any]) -> str:
 
 
 def _feature_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
-    """Behind which layers rows are read, 0 for none."""
+    """Returns the layers behind which rows are read, 0 for none."""
     value = config["vision_feature_layer"]
     value = -2 if value is None else value
     chosen: list[Any] = value if isinstance(value, list) and value else [value]

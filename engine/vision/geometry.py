@@ -82,7 +82,7 @@ class ImageGeometry:
     _pixels: Pixels
 
     def tokens_of(self, width: int, height: int) -> int:
-        """Placeholder tokens of a picture of so many pixels.
+        """Returns placeholder tokens of a picture of so many pixels.
 
         Raises:
             InvalidValueError: A picture of a size that the model does not take.
@@ -91,7 +91,7 @@ class ImageGeometry:
         return self._pixels.tokens_of(width, height)
 
     def grid_of(self, width: int, height: int) -> tuple[int, ...]:
-        """Rows and columns of these tokens where positions have axes, else nothing."""
+        """Returns rows and columns of these tokens where positions have axes, else nothing."""
         self._check(width, height)
         return self._pixels.grid_of(width, height) if self.has_grid else ()
 
@@ -101,7 +101,7 @@ class ImageGeometry:
         return self._pixels.max_tokens
 
     def prepare(self, rgb: np.ndarray) -> PreparedImage:
-        """What the tower reads of a picture.
+        """Returns what the tower reads of a picture.
 
         Args:
             rgb: uint8 ``[height, width, 3]``.
@@ -132,7 +132,7 @@ _READERS: Mapping[Shape, Callable[[dict[str, Any], dict[str, Any]], Pixels]] = {
 
 
 def load_geometry(model_dir: Path) -> ImageGeometry | None:
-    """How the model in ``model_dir`` sees; None for one that does not.
+    """Reads how the model in ``model_dir`` sees; None for one that does not.
 
     Raises:
         UnsupportedModelError: A field of its configuration that is not computed so.
@@ -148,7 +148,7 @@ def load_geometry(model_dir: Path) -> ImageGeometry | None:
 
 
 def read_geometry(raw: dict[str, Any], name: str, processor: dict[str, Any]) -> ImageGeometry:
-    """As ``load_geometry``, of the objects in the files of a model of the family ``name``."""
+    """Reads, as ``load_geometry``, the objects in the files of a model of the family ``name``."""
     family = VISION[name]
     pixels = _READERS[family.shape](raw, processor)
     return ImageGeometry(

@@ -20,7 +20,7 @@ class EmbeddingSource(Protocol):
     """Where a worker finds the rows of an image."""
 
     def rows(self, span: ImageSpan, hidden_size: int) -> np.ndarray:
-        """float32 ``[span.length, hidden_size]``, read-only for everyone.
+        """Returns float32 ``[span.length, hidden_size]``, read-only for everyone.
 
         Raises:
             InvalidValueError: They are not there, or not of that size.
@@ -32,12 +32,11 @@ class CarriedEmbeddings:
     """The rows that came with the request."""
 
     def rows(self, span: ImageSpan, hidden_size: int) -> np.ndarray:
-        """See ``EmbeddingSource.rows``."""
         return unpacked(span.embeddings, span.length, hidden_size)
 
 
 def unpacked(data: bytes | memoryview, length: int, hidden_size: int) -> np.ndarray:
-    """float32 ``[length, hidden_size]`` of the bytes in ``ImageSpan.embeddings``.
+    """Unpacks ``ImageSpan.embeddings`` to float32 ``[length, hidden_size]``.
 
     Raises:
         InvalidValueError: There are more or fewer of them.
@@ -84,7 +83,7 @@ class ImageInputs:
     axes: bool
 
     def of(self, request: Request) -> SequenceImages:
-        """The images of a request that has some.
+        """Returns the images of a request that has some.
 
         Raises:
             InvalidValueError: Their rows are not there or have another size, or the model takes no images.
@@ -116,7 +115,7 @@ class SequenceImages:
         self._behind = np.concatenate([[0], np.cumsum(shifts, dtype=np.int64)])
 
     def _shift(self, index: int, span: ImageSpan) -> int:
-        """By how much an image's tokens are more than the positions that it takes."""
+        """Returns by how much an image's tokens are more than the positions that it takes."""
         if not self._axes:
             return 0
         if not span.grid:
@@ -129,17 +128,17 @@ class SequenceImages:
         return self.spans[-1].end
 
     def position(self, index: int) -> int:
-        """The position of a token outside of images, the same on all axes."""
+        """Returns the position of a token outside of images, the same on all axes."""
         return index - int(self._behind[np.searchsorted(self._ends, index, side="right")])
 
     def positions(self, start: int, end: int) -> np.ndarray:
-        """int64 ``[end - start]``: ``position`` of each token; of an image's, any that the sequence has."""
+        """Returns ``position`` of each token, int64 ``[end - start]``; of an image's, any that the sequence has."""
         found: np.ndarray = np.arange(start, end)
         found -= self._behind[np.searchsorted(self._ends, found, side="right")]
         return found
 
     def given(self, start: int, end: int, first_row: int) -> GivenRows | None:
-        """The part of images among these tokens, which are rows of the step from ``first_row`` on; None without."""
+        """Returns the part of images among these tokens, rows of the step from ``first_row`` on; None without."""
         rows, values, positions = [], [], []
         for span, held in zip(self.spans, self._values, strict=True):
             low, high = max(start, span.start), min(end, span.end)
@@ -155,14 +154,14 @@ class SequenceImages:
         return GivenRows(np.concatenate(rows), np.concatenate(values), on_axes)
 
     def _on_axes(self, span: ImageSpan, low: int, high: int) -> np.ndarray:
-        """int64 ``[3, high - low]``: time, row and column of tokens of one image."""
+        """Returns time, row and column of tokens of one image, int64 ``[3, high - low]``."""
         places = np.arange(low - span.start, high - span.start)
         columns = span.grid[1]
         return np.stack([np.zeros_like(places), places // columns, places % columns]) + self.position(span.start)
 
 
 def joined(parts: Sequence[GivenRows]) -> GivenRows | None:
-    """One after the other; None of none."""
+    """Joins them one after the other; None of none."""
     if len(parts) < 2:
         return parts[0] if parts else None
     on_axes = [part.positions for part in parts if part.positions is not None]
