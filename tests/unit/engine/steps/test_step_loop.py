@@ -20,7 +20,6 @@ from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Request, SamplingParams
 from farsight.engine import cuda
 from farsight.engine.attention.layout import DecodeInputs
-from farsight.engine.build import build_worker
 from farsight.engine.emission import Output
 from farsight.engine.engine import Engine
 from farsight.engine.sequence import Sequence
@@ -29,12 +28,6 @@ from farsight.engine.steps.careful_steps import fault_of
 from farsight.engine.steps.model_runner import ModelRunner
 from farsight.engine.worker import Worker
 from farsight.kvcache import StepBatch, StepItem
-
-
-@pytest.fixture
-def worker(tiny_model_dir: Path) -> Worker:
-    config = EngineConfig(kv_memory="1MiB", block_size=4, num_threads=1)
-    return build_worker(tiny_model_dir, "float32", config, incarnation="w")
 
 
 class Run:
