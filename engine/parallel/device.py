@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import selectors
 import socket
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from farsight.core.codec import decode, encode
 from farsight.core.config.engine import EngineConfig
 from farsight.core.errors import RankLost
 from farsight.core.processors import compute_threads
@@ -31,7 +31,6 @@ from farsight.engine.parallel.wire import (
     RankMeasured,
     RankPools,
     RankSetup,
-    pack_json,
     unpack_report,
 )
 from farsight.engine.runner import Device, available_bytes, num_host_pool_blocks, num_pool_blocks
@@ -125,7 +124,7 @@ def _size_pools(config: DecoderConfig, setup: RankSetup, free: int, *, swaps: bo
 
 def _tell(links: list[Link], message: RankSetup | RankPools) -> None:
     for link in links:
-        link.send(pack_json(message))
+        link.send(encode(message))
 
 
 def _check_loaded(links: list[Link]) -> None:
@@ -135,7 +134,7 @@ def _check_loaded(links: list[Link]) -> None:
         CheckpointError: A rank could not load its part.
     """
     for rank, link in enumerate(links, 1):
-        error = RankLoaded(**json.loads(link.receive())).error
+        error = decode(link.receive(), RankLoaded).error
         if error:
             raise CheckpointError("model", f"rank {rank}", f"a model that every rank can load ({error})")
     for link in links:
@@ -144,7 +143,7 @@ def _check_loaded(links: list[Link]) -> None:
 
 def _measured(links: list[Link]) -> list[int]:
     """Returns free memory of each rank."""
-    return [RankMeasured(**json.loads(link.receive())).free_bytes for link in links]
+    return [decode(link.receive(), RankMeasured).free_bytes for link in links]
 
 
 def _listen(

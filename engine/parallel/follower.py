@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from queue import SimpleQueue
 
 import torch
 
+from farsight.core.codec import decode, encode
 from farsight.core.errors import FarsightError, RankLost, WorkerBroken
 from farsight.engine import cuda
 from farsight.engine.checkpoint.model_config import load_model_config
@@ -26,7 +26,6 @@ from farsight.engine.parallel.wire import (
     RankPools,
     RankSetup,
     StepOrder,
-    pack_json,
     pack_report,
     unpack_order,
 )
@@ -49,7 +48,7 @@ def follow(
         RankLost: rank 0 is gone.
         WorkerBroken: the device of this rank is lost.
     """
-    setup = RankSetup.from_json(link.receive())
+    setup = decode(link.receive(), RankSetup)
     torch.set_num_threads(setup.num_threads)
     engine, dtype = setup.engine, getattr(torch, setup.dtype)
     try:
@@ -58,14 +57,14 @@ def follow(
         part = Part(load_model_config(model_dir), setup.mesh, rank)
         weights = load_shard(model_dir, part, dtype, engine.device)
     except FarsightError as error:
-        link.send(pack_json(RankLoaded(error=str(error))))
+        link.send(encode(RankLoaded(error=str(error))))
         raise
-    link.send(pack_json(RankLoaded()))
+    link.send(encode(RankLoaded()))
     link.receive()  # the others have loaded theirs
     group = RankGroup(setup.mesh, rank, ticket.host, setup.store_port, torch.device(engine.device))
     exchange = Exchange(group, part, engine, dtype)
-    link.send(pack_json(RankMeasured(free_bytes(part, weights, engine, setup.num_sharers))))
-    pools = RankPools(**json.loads(link.receive()))
+    link.send(encode(RankMeasured(free_bytes(part, weights, engine, setup.num_sharers))))
+    pools = decode(link.receive(), RankPools)
     pool, copier = make_pools(part, pools, engine, dtype)
     stage = make_stage(part, weights, pool, exchange, engine, setup.context_len)
     link.send(b"")

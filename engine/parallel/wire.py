@@ -1,11 +1,10 @@
-"""Messages between rank 0 and the other ranks, as compact as a step is."""
+"""Messages between rank 0 and the other ranks: of steps as compact as a step is, of the start by ``core.codec``."""
 
 from __future__ import annotations
 
-import json
 import struct
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,13 +52,6 @@ class RankSetup:
     num_sharers: int
     store_port: int
 
-    @classmethod
-    def from_json(cls, data: bytes) -> RankSetup:
-        """Reverses ``pack_json``."""
-        fields = json.loads(data)
-        parts = {"mesh": Mesh(**fields["mesh"]), "engine": EngineConfig(**fields["engine"])}
-        return cls(**fields | parts)
-
 
 @dataclass(frozen=True, slots=True)
 class RankLoaded:
@@ -102,11 +94,6 @@ class Finished:
 
     failure: str = ""
     out_of_memory: bool = False
-
-
-def pack_json(message: Any) -> bytes:
-    """Packs one of the dataclasses above; they cross once."""
-    return json.dumps(asdict(message)).encode()
 
 
 def pack_order(order: StepOrder | KVCopy) -> bytes:
