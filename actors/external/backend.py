@@ -134,7 +134,8 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
 
     async def poll_tokens(self, poll: TokenPoll) -> TokenBatches:
         self._channels.hear(poll)
-        self._pause_streams()
+        for stream in self._streams.values():
+            self._pace(stream)
         return await self._channels.answer(poll)
 
     @property
@@ -223,7 +224,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
     def _send(self, request: Request) -> None:
         key = request.request_id, request.attempt
         self._streams[key] = stream = BackendStream(request)
-        stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
+        self._pace(stream)
         self._works[key] = task = self.spawn_aside(self._stream(key, stream))
         task.add_done_callback(lambda _: self._forget(key))
 
@@ -253,12 +254,12 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         request = stream.request
         self._handle(OutputGrew(key, delta.num_tokens))
         self._put(request, delta)
-        stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
+        self._pace(stream)
 
-    def _pause_streams(self) -> None:
-        for stream in self._streams.values():
-            request = stream.request
-            stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
+    def _pace(self, stream: BackendStream) -> None:
+        """Reads from the server only while the client reads."""
+        request = stream.request
+        stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
 
     async def _ask(self, generates: bool) -> None:
         try:

@@ -70,7 +70,7 @@ class ModelRegistry:
         return None
 
     async def _read(self, version: int) -> TrainedModel | None:
-        found = (await self._log_store.read_artefact(log_messages.ArtefactName(self._kind, version))).artefact
+        found = await self._log_store.read_artefact(log_messages.ArtefactName(self._kind, version))
         if found is None:
             return None  # retention has dropped it meanwhile
         try:

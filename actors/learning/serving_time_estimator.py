@@ -104,7 +104,7 @@ class BatchTimeLearner:
     async def _load(self) -> bool:
         """Loads what an earlier process has learned; returns False while the log store does not answer."""
         try:
-            artefact = (await self._log_store.read_artefact(ArtefactName(KIND))).artefact
+            artefact = await self._log_store.read_artefact(ArtefactName(KIND))
         except FarsightError:
             return False  # the log store is not there, or has not opened its file yet
         if artefact is not None:

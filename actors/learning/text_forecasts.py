@@ -66,12 +66,12 @@ async def application_secret(log_store: LogStoreCalls) -> bytes:
 
 
 async def _kept(log_store: LogStoreCalls, own: bytes) -> bytes:
-    found = (await log_store.read_artefact(_NAME)).artefact
+    found = await log_store.read_artefact(_NAME)
     if found is None:
         note = "keys the hashes of instructions in the log"
         with suppress(FarsightError):  # another predictor was first: its secret is read below
             await log_store.put_artefact(Artefact(SECRET_KIND, 1, time.time(), None, 0, note, own))
-        found = (await log_store.read_artefact(_NAME)).artefact
+        found = await log_store.read_artefact(_NAME)
     if found is None:
         raise FarsightError("the log kept no secret of application keys")
     return found.data

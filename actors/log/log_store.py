@@ -25,10 +25,10 @@ from farsight.core.errors import ConfigError, FarsightError, MessageError
 from farsight.core.kept import (
     AddParts,
     DropExpired,
+    KeptObject,
     ObjectName,
     ObjectPage,
     ObjectQuery,
-    ObjectReply,
     PartsPage,
     PartsQuery,
     PutObject,
@@ -38,7 +38,6 @@ from farsight.core.messages.log import (
     Artefact,
     ArtefactList,
     ArtefactName,
-    ArtefactReply,
     BatchPage,
     ExamplePage,
     FinishedBatches,
@@ -177,9 +176,9 @@ class LogStore(Component, LogStoreCalls):
         with self._open("write") as backend:
             await backend.set_current(name.kind, name.version)
 
-    async def read_artefact(self, name: ArtefactName) -> ArtefactReply:
+    async def read_artefact(self, name: ArtefactName) -> Artefact | None:
         with self._open("read") as backend:
-            return ArtefactReply(await backend.artefact(name.kind, name.version))
+            return await backend.artefact(name.kind, name.version)
 
     async def artefacts(self) -> ArtefactList:
         with self._open("read") as backend:
@@ -189,20 +188,18 @@ class LogStore(Component, LogStoreCalls):
         with self._open("write") as backend:
             return await backend.kept.put(order)
 
-    async def find_object(self, name: ObjectName) -> ObjectReply:
+    async def find_object(self, name: ObjectName) -> KeptObject | None:
         with self._open("read") as backend:
-            return ObjectReply(await backend.kept.find(name))
+            return await backend.kept.find(name)
 
     async def list_objects(self, query: ObjectQuery) -> ObjectPage:
         limited = dataclasses.replace(query, limit=min(max(query.limit, 0), MAX_OBJECTS))
         with self._open("read") as backend:
             return ObjectPage(await backend.kept.list(limited))
 
-    async def drop_object(self, name: ObjectName) -> ObjectPage:
+    async def drop_object(self, name: ObjectName) -> None:
         with self._open("write") as backend:
-            kept = await backend.kept.find(name)
-            dropped = await backend.kept.drop(name)
-            return ObjectPage((kept,) if kept is not None and dropped else ())
+            await backend.kept.drop(name)
 
     async def add_parts(self, order: AddParts) -> None:
         with self._open("write") as backend:

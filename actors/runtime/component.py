@@ -106,7 +106,7 @@ class Component:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._aside: set[asyncio.Task[None]] = set()
-        self._num_answered = 0
+        self.num_answered = 0  # since the start
         self._noted: deque[Decision] = deque(maxlen=MAX_RECENT)
 
     @property
@@ -119,7 +119,7 @@ class Component:
         Raises:
             MessageError: No contract declares the method, or the component does not understand the message.
         """
-        self._num_answered += 1
+        self.num_answered += 1
         kind: Any = type(self)
         message = declared(kind).get(method)
         if message is None:
@@ -189,22 +189,12 @@ class Component:
         """Counts of work done since the start, by names that people read; the operator's pages show the rates."""
         return {}
 
-    @property
-    def num_answered(self) -> int:
-        """Messages answered since the start."""
-        return self._num_answered
-
     def note(self, kind: str, **facts: float | str) -> None:
         """Keeps a decision for the operator's pages: no text of clients, and no facts that are costly to compute."""
         self._noted.append(Decision(kind, time.time(), facts))
 
     def recent(self) -> Iterable[Decision]:
         """Returns the last decisions, oldest first; instants in seconds since the epoch."""
-        return self.noted
-
-    @property
-    def noted(self) -> tuple[Decision, ...]:
-        """What ``note`` has kept, oldest first."""
         return tuple(self._noted)
 
     @property

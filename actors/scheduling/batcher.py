@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 
 from farsight.actors.log.log_outbox import LogOutbox
-from farsight.actors.runtime.component import ComponentContext
+from farsight.actors.runtime.component import Component, ComponentContext
 from farsight.actors.runtime.metrics import BatchMetrics
 from farsight.actors.runtime.names import initial_counts
 from farsight.actors.runtime.peer import again_and_again, answer_of, current_counts, reaches, wait_for
@@ -193,7 +193,7 @@ class Batcher(FleetShell):
 
     def recent(self) -> Iterable[Decision]:
         """Returns decisions about batches, not about single placements."""
-        return self.noted
+        return Component.recent(self)
 
     @property
     def work_done(self) -> Mapping[str, float]:

@@ -256,13 +256,6 @@ class ArtefactName:
 
 
 @dataclass(frozen=True, slots=True)
-class ArtefactReply:
-    """From the LogStore: the artefact; None if there is no such version, or none is current."""
-
-    artefact: Artefact | None
-
-
-@dataclass(frozen=True, slots=True)
 class ArtefactInfo:
     """An ``Artefact`` without its data.
 

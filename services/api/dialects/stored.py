@@ -92,7 +92,7 @@ class StoredResponses:
             ApiError: 404: the owner has no such response.
             FarsightError: The log cannot be reached now.
         """
-        kept = (await self._store.find_object(ObjectName(RESPONSE, response_id))).kept
+        kept = await self._store.find_object(ObjectName(RESPONSE, response_id))
         if kept is None or kept.owner != owner or kept.expires_at <= self._now() or not kept.record:
             raise not_found("response", response_id, field)
         return StoredResponse(**json.loads(kept.record))

@@ -135,7 +135,7 @@ async def set_current(store: LogStoreCalls, version: int | None, kind: str = "fo
 
 
 async def read_artefact(store: LogStoreCalls, version: int | None = None, kind: str = "forest") -> Artefact | None:
-    return (await store.read_artefact(ArtefactName(kind, version))).artefact
+    return await store.read_artefact(ArtefactName(kind, version))
 
 
 async def list_artefacts(store: LogStoreCalls) -> tuple[ArtefactInfo, ...]:
