@@ -23,11 +23,9 @@ from farsight.core.messages.log import (
     ArtefactName,
     BatchPage,
     ExamplePage,
-    FinishedBatches,
-    FinishedRequests,
-    ForecastRecords,
     LogPage,
     LogQuery,
+    LogRecords,
     RequestTraces,
     TraceQuery,
 )
@@ -38,20 +36,8 @@ class LogStoreCalls(Protocol):
     """Every method raises FarsightError while the log is unavailable; the sender may then repeat the message."""
 
     @message()
-    async def append(self, finished: FinishedRequests) -> None:
-        """Appends finished requests; returns when they are on disk."""
-
-    @message()
-    async def append_forecasts(self, forecasts: ForecastRecords) -> None:
-        """Appends forecasts; returns when they are on disk."""
-
-    @message()
-    async def append_batches(self, batches: FinishedBatches) -> None:
-        """Appends finished batches; returns when they are on disk."""
-
-    @message()
-    async def append_traces(self, traces: RequestTraces) -> None:
-        """Appends traces; returns when they are on disk."""
+    async def append(self, new: LogRecords) -> None:
+        """Appends records; returns when they are on disk."""
 
     @message()
     async def read(self, query: LogQuery) -> LogPage:

@@ -20,7 +20,7 @@ from farsight.actors.runtime.peer import LOOK_AGAIN_S, reaches, wait_for
 from farsight.actors.worker.token_channels import TICK_S, TokenChannels
 from farsight.core.forecast import ForecastsMade
 from farsight.core.messages.fleet import ReplicaNews, ReplicaState
-from farsight.core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from farsight.core.messages.log import LogRecords, RequestTrace, RequestTraces, TraceQuery
 from farsight.core.messages.plans import FinishedSequence, StartedRequest, WorkerReady
 from farsight.core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from farsight.core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
@@ -94,7 +94,8 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         self._answered_at: float | None = None
         self._num_ended = 0
         self._router = context.peers.router()
-        self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces, context.degraded)
+        append = context.peers.log_store().append
+        self._traces = LogOutbox[RequestTrace](append, lambda traces: LogRecords(traces=traces), context.degraded)
         self._queues = EngineMetrics(context.registry, config.model.name, self._replica)
         self._metrics = BackendMetrics(context.registry, config.model.name, self._replica)
         self._metrics.set_state(self._machine.breaker.state)

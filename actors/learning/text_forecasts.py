@@ -27,7 +27,7 @@ from farsight.actors.runtime.peer import answer_of
 from farsight.core.config.learning import PredictorConfig
 from farsight.core.errors import ConfigError, FarsightError
 from farsight.core.forecast import Forecast, ForecastQuestion
-from farsight.core.messages.log import Artefact, ArtefactName, ForecastRecord, ForecastRecords
+from farsight.core.messages.log import Artefact, ArtefactName, ForecastRecord, LogRecords
 from farsight.core.messages.status import FORECASTS_FAIL, FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from farsight.predictor.applications.reading import SECRET_BYTES
 from farsight.predictor.applications.start import untrained, untrained_with_encoder
@@ -215,7 +215,8 @@ class TextForecasts:
         self._feature_set = feature_set(artefact)
         self._registry = ModelRegistry(log_store, artefact, context.registry)
         self._server = ForecastServer(predictor, self._settings.cpu_share, context.degraded)
-        self._outbox = LogOutbox(log_store.append_forecasts, ForecastRecords, context.degraded)
+        append = log_store.append
+        self._outbox = LogOutbox[ForecastRecord](append, lambda new: LogRecords(forecasts=new), context.degraded)
         text = "Version of the predictor that serves."
         self._version = family(context.registry, Gauge, "farsight:forecast_version", text)
         text = "Forecasts, by the predictor that made them."

@@ -16,7 +16,7 @@ from pathlib import Path
 from prometheus_client import Counter, Gauge
 
 from farsight.actors.calls.log_store import LogStoreCalls
-from farsight.actors.log.log_backend import LogBackend, Record, Retention, check_integers
+from farsight.actors.log.log_backend import RECORD_KINDS, LogBackend, Record, Retention, check_integers
 from farsight.actors.log.log_sqlite import SqliteLog
 from farsight.actors.runtime.component import Component, ComponentContext
 from farsight.actors.runtime.metrics import family
@@ -40,11 +40,9 @@ from farsight.core.messages.log import (
     ArtefactName,
     BatchPage,
     ExamplePage,
-    FinishedBatches,
-    FinishedRequests,
-    ForecastRecords,
     LogPage,
     LogQuery,
+    LogRecords,
     RequestTraces,
     TraceQuery,
 )
@@ -128,14 +126,19 @@ class LogStore(Component, LogStoreCalls):
     def work_done(self) -> Mapping[str, float]:
         return {"records written": self._num_written, "commits": self._num_commits}
 
-    async def append(self, finished: FinishedRequests) -> None:
-        await self._append(finished.records, "FinishedRequests")
-
-    async def append_forecasts(self, forecasts: ForecastRecords) -> None:
-        await self._append(forecasts.records, "ForecastRecords")
-
-    async def append_batches(self, batches: FinishedBatches) -> None:
-        await self._append(batches.records, "FinishedBatches")
+    async def append(self, new: LogRecords) -> None:
+        records: list[Record] = []
+        for kind in RECORD_KINDS.values():
+            for i, record in enumerate(getattr(new, kind)):
+                check_integers(record, f"LogRecords.{kind}[{i}]")
+                records.append(record)
+        if self._backend is None or self._closing:
+            raise FarsightError(f"{self.name} is closed")
+        if records:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._inbox.put_nowait((records, done))
+            self._queue += len(records)
+            await done
 
     async def read(self, query: LogQuery) -> LogPage:
         """Returns at most ``MAX_PAGE`` records.
@@ -156,9 +159,6 @@ class LogStore(Component, LogStoreCalls):
         """Returns at most ``MAX_PAGE`` records."""
         with self._open("read") as backend:
             return await backend.read_batches(_limited(query, MAX_PAGE))
-
-    async def append_traces(self, traces: RequestTraces) -> None:
-        await self._append(traces.records, "RequestTraces")
 
     async def read_traces(self, query: TraceQuery) -> RequestTraces:
         with self._open("read") as backend:
@@ -253,17 +253,6 @@ class LogStore(Component, LogStoreCalls):
             self.context.degraded.note(cause, f"cannot {verb} the log: {error}")
             raise FarsightError(f"{self.name} cannot {verb}: {error}") from error
         self.context.degraded.clear(cause)
-
-    async def _append(self, records: Sequence[Record], message: str) -> None:
-        for i, record in enumerate(records):
-            check_integers(record, f"{message}.records[{i}]")
-        if self._backend is None or self._closing:
-            raise FarsightError(f"{self.name} is closed")
-        if records:
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._inbox.put_nowait((records, done))
-            self._queue += len(records)
-            await done
 
     async def _write(self) -> None:
         """Commits the waiting messages together; never returns."""

@@ -19,7 +19,7 @@ from farsight.core.costs import profile_cost
 from farsight.core.decisions import Decision
 from farsight.core.forecast import ForecastsMade
 from farsight.core.messages.fleet import ReplicaState
-from farsight.core.messages.log import FinishedBatch, FinishedBatches
+from farsight.core.messages.log import FinishedBatch, LogRecords
 from farsight.core.messages.step_times import BatchShape, BatchShapes, ServedBatchTime, ServedBatchTimes
 from farsight.estimator.knn import padded_batch_s
 from farsight.estimator.profile_file import known_cost
@@ -165,7 +165,8 @@ class Batcher(FleetShell):
         super().__init__(context, self._batches, self._tell_and_note)
         self._due_changed = asyncio.Event()
         self._life = uuid.uuid4().hex[:12]
-        self._log = LogOutbox(context.peers.log_store().append_batches, FinishedBatches, context.degraded)
+        append = context.peers.log_store().append
+        self._log = LogOutbox[FinishedBatch](append, lambda ended: LogRecords(batches=ended), context.degraded)
         self._metrics = BatchMetrics(context.registry, context.config.model.name)
         self._counted_splits = 0
         self._num_ended = 0

@@ -23,7 +23,7 @@ from farsight.core.forecast import ForecastsMade
 from farsight.core.messages.fleet import ReplicaNews, ReplicaState
 from farsight.core.messages.kv import OffloadQuestion
 from farsight.core.messages.live import LiveQuery, ReplicaLive
-from farsight.core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from farsight.core.messages.log import LogRecords, RequestTrace, RequestTraces, TraceQuery
 from farsight.core.messages.plans import (
     CacheReply,
     FinishedSequence,
@@ -139,7 +139,8 @@ class Scheduler(Component, SchedulerCalls):
         self._counted_offloads = OffloadTally()
         self._num_started = self._num_ended = self._num_plans = 0
         self._closed: deque[bytes] = deque(maxlen=MAX_RECENT)
-        self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces, context.degraded)
+        append = context.peers.log_store().append
+        self._traces = LogOutbox[RequestTrace](append, lambda traces: LogRecords(traces=traces), context.degraded)
 
     async def start(self) -> None:
         own = (self._lease, self._push_plans, self._ask_about_kv, self._tell_router, self._tell_events, self._feed)

@@ -47,13 +47,6 @@ class FinishedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRequests:
-    """-> LogStore."""
-
-    records: tuple[FinishedRequest, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RequestTrace:
     """From a Scheduler, the Router or an ingress: the decisions about one request that the sender knows.
 
@@ -124,13 +117,6 @@ class ForecastRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class ForecastRecords:
-    """-> LogStore."""
-
-    records: tuple[ForecastRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class FinishedBatch:
     """A batch that has run to its end, and its estimated time.
 
@@ -161,10 +147,13 @@ class FinishedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedBatches:
-    """-> LogStore."""
+class LogRecords:
+    """-> LogStore: new records, of any kinds."""
 
-    records: tuple[FinishedBatch, ...]
+    requests: tuple[FinishedRequest, ...] = ()
+    forecasts: tuple[ForecastRecord, ...] = ()
+    batches: tuple[FinishedBatch, ...] = ()
+    traces: tuple[RequestTrace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
