@@ -276,10 +276,6 @@ class Sequence(SequenceState):
         except GrammarRefused as refused:
             self.grammar_problem = refused.reason
 
-    def keep_pooled(self, rows: PooledRows) -> None:
-        """Adds what a step has brought of the vector."""
-        self.pooled = rows.plus(self.pooled)
-
     def current_matcher(self) -> Matcher | None:
         """Returns the matcher, behind all known tokens of the output; None without one. One thread at a time."""
         matcher = self.matcher

@@ -295,7 +295,8 @@ class Worker:
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
             for i, rows in tokens.pooled.items():  # of prompts that go on; none where steps overlap
-                self._sequences[batch.items[i].request_id].keep_pooled(rows)
+                sequence = self._sequences[batch.items[i].request_id]
+                sequence.pooled = rows.plus(sequence.pooled)
         emissions |= failed
         if self.speculation is not None:
             self.speculation.observe(batch, further, duration_s)

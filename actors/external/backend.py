@@ -260,7 +260,10 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
     def _pace(self, stream: BackendStream) -> None:
         """Reads from the server only while the client reads."""
         request = stream.request
-        stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
+        if self._channels.rests(request.ingress_id, request.request_id):
+            stream.reading.clear()
+        else:
+            stream.reading.set()
 
     async def _ask(self, generates: bool) -> None:
         try:

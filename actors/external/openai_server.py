@@ -61,30 +61,6 @@ def find_api_key(config: ReplicaConfig) -> str:
     return key
 
 
-class Reading:
-    """Whether the client of a stream reads. While the client does not, Farsight does not read from the server either.
-
-    The connection's buffers then fill and the server pauses, as it would for a slow client of its own.
-    """
-
-    def __init__(self) -> None:
-        self._goes_on = asyncio.Event()
-        self._goes_on.set()
-
-    def pause(self, paused: bool) -> None:
-        if paused:
-            self._goes_on.clear()
-        else:
-            self._goes_on.set()
-
-    @property
-    def paused(self) -> bool:
-        return not self._goes_on.is_set()
-
-    async def wait(self) -> None:
-        await self._goes_on.wait()
-
-
 class OpenAIServer:
     """A server of ``model`` and the connections to it.
 
@@ -112,8 +88,12 @@ class OpenAIServer:
         if self._session is not None:
             await self._session.close()
 
-    async def complete(self, request: Request, reading: Reading) -> AsyncGenerator[Chunk, None]:
+    async def complete(self, request: Request, reading: asyncio.Event) -> AsyncGenerator[Chunk, None]:
         """Yields the chunks of one completion; the last non-empty chunk has the finish reason or the usage.
+
+        Args:
+            reading: Is set while the client reads. While it is not, nothing is read from the server either: the
+                connection's buffers then fill and the server pauses, as it would for a slow client of its own.
 
         Raises:
             BackendFailed: The answer did not end, or came too slowly.
@@ -126,7 +106,7 @@ class OpenAIServer:
         may_lack = self._config.prompt == "text"  # chats or completions
         async with _reply(self._post(call), due_at, f"no {waited_for} within {limit_s:g} s", may_lack) as reply:
             while not done:
-                if reading.paused:
+                if not reading.is_set():
                     await reading.wait()
                     due_at = loop.time() + limit_s
                 data = await _in_time(reply.content.readany(), due_at, f"no {waited_for} within {limit_s:g} s")
@@ -159,12 +139,14 @@ class OpenAIServer:
 
     async def _generate(self) -> None:
         """Asks for one token: by a chat if prompts go as text, else by a completion."""
+        reading = asyncio.Event()
+        reading.set()
         probes = [_PROBE]
         if self._config.prompt == "text":
             probes = [replace(_PROBE, source=source) for source in (_PROBE_CHAT, _PROBE_TEXT)]
         for request in probes:
             try:
-                async with aclosing(self.complete(request, Reading())) as chunks:
+                async with aclosing(self.complete(request, reading)) as chunks:
                     async for _ in chunks:
                         pass
                 return
@@ -251,19 +233,16 @@ async def _in_time(work: Any, due_at: float, message: str) -> Any:
         raise failed("broken", f"the connection broke: {error or type(error).__name__}") from error
 
 
-_STATUSES = {"length": SequenceStatus.FINISHED_LENGTH}
-
-
 class BackendStream:
     """Counts tokens without ids: one for each chunk with text, corrected at the end by the server's usage.
 
     Attributes:
-        reading: Whether the client reads.
+        reading: As in ``OpenAIServer.complete``.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.reading = Reading()
+        self.reading = asyncio.Event()
         self._output_len = len(request.output_ids)
         self._finish_reason: str | None = None
         self._usage: TokenUsage | None = None
@@ -290,7 +269,8 @@ class BackendStream:
     @property
     def status(self) -> SequenceStatus:
         """How the sequence ended; every finish reason except the length limit counts as a stop."""
-        return _STATUSES.get(self._finish_reason or "", SequenceStatus.FINISHED_STOPPED)
+        is_cut = self._finish_reason == "length"
+        return SequenceStatus.FINISHED_LENGTH if is_cut else SequenceStatus.FINISHED_STOPPED
 
     def _delta(self, text: str, num_tokens: int, finish_reason: str | None = None, cached_len: int = 0) -> TokenDelta:
         start = self._output_len

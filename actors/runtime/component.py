@@ -160,8 +160,12 @@ class Component:
             self._task_ended(task)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and not self.failed.done():
-            error = task.exception() or RuntimeError(f"{self.name}: a task ended")
+        if not task.cancelled():
+            self.fail(task.exception() or RuntimeError(f"{self.name}: a task ended"))
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the component by this error, or by an earlier one."""
+        if not self.failed.done():
             self.failed.set_exception(error)
 
     @property

@@ -197,7 +197,7 @@ class FleetShell(Component, RouterCalls):
     async def ingress_rows(self) -> ComponentRows:
         now = time.monotonic()
         rows = [
-            row if now - seen.heard_at < LOST_AFTER_S else _lost(row)
+            row if now - seen.heard_at < LOST_AFTER_S else replace(row, state="lost", degraded="")
             for seen in self._ingresses.values()
             if (row := seen.row) is not None
         ]
@@ -448,10 +448,4 @@ def _left(request: Request, since: float, now: float) -> EndedRequest:
         predicted_len=None if forecast is None else forecast.mean,
         took_s=now - since,
         most_len=None if forecast is None else forecast.quantiles[QUANTILES.index(0.9)],
-    )
-
-
-def _lost(row: ComponentStatus) -> ComponentStatus:
-    return ComponentStatus(
-        row.name, row.kind, row.pid, row.node, "lost", row.queue, row.last_step_age_s, row.restarts, row.http_port
     )

@@ -31,7 +31,6 @@ from farsight.actors.runtime.peer import wait_for
 from farsight.actors.runtime.shared_rows import rows_directory
 from farsight.actors.worker.step_loop import Step, StepBounds, StepLoop
 from farsight.actors.worker.token_channels import POLL_TIMEOUT_S, TICK_S, TokenChannels
-from farsight.core.errors import RankLost
 from farsight.core.messages.plans import Plan, ReportPoll, StepReport, WorkerState
 from farsight.core.messages.status import Work
 from farsight.core.messages.step_times import StepSample
@@ -151,12 +150,8 @@ class ModelWorker(Component, WorkerCalls):
         mesh = Mesh(model.tensor_parallel, model.pipeline_parallel, model.expert_parallel)
         gathering = Gathering(mesh.size, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._ticket.set_result(RankTicket(gathering.ticket.host, gathering.ticket.port, gathering.ticket.key))
-        return Ranks(mesh, gathering, lambda error: loop.call_soon_threadsafe(self._rank_lost, error))
-
-    def _rank_lost(self, error: RankLost) -> None:
-        """Ends the replica as a whole: no rank could go on without the others."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
+        # A lost rank ends the replica as a whole: none could go on without the others.
+        return Ranks(mesh, gathering, lambda error: loop.call_soon_threadsafe(self.fail, error))
 
     async def gather(self) -> RankTicket:
         return await asyncio.shield(self._ticket)

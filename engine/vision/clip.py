@@ -14,6 +14,7 @@ from farsight.engine.checkpoint.config_fields import Fields
 from farsight.engine.vision.anyres import AnyresPixels, read_anyres
 from farsight.engine.vision.geometry import PreparedImage
 from farsight.engine.vision.layers import ACTIVATIONS, Dense, LayerNorm, TowerTensors
+from farsight.engine.vision.pixels import class_rows
 
 _MAX_LAYERS = 1 << 10
 _SQUARES = 16
@@ -63,7 +64,7 @@ class ClipTower:
         config = Fields(raw.get("vision_config") or {}, _CLIP, "vision_config.")
         config.require("model_type", ("clip_vision_model",))
         config.require("num_channels", (3,))
-        self._drops_class = _strategy(raw) == "default"
+        self._drops_class = not class_rows(raw)
         self._act = ACTIVATIONS[config.require("hidden_act", ACTIVATIONS)]
         self._hidden = config.size("hidden_size")
         self._heads = config.size("num_attention_heads")
@@ -174,11 +175,6 @@ class ClipTower:
 
 
 _EMBEDDED = "vision_tower.{}embeddings.class_embedding"
-
-
-def _strategy(raw: dict[str, Any]) -> str:
-    config = Fields(raw, {"vision_feature_select_strategy": "default"})
-    return str(config.require("vision_feature_select_strategy", ("default", "full")))
 
 
 def _feature_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
