@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import ray
 from prometheus_client import Counter, Gauge, Histogram
@@ -47,29 +47,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class RowCache(Protocol):
-    """Rows by the name that ``engine.vision.row_files.rows_name`` makes."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all rows."""
-        ...
-
-    def find(self, name: str) -> EncodedImage | None:
-        """Returns the rows of a picture without its digest, and marks them as most recently used."""
-        ...
-
-    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
-        """Keeps the rows of a picture, in place of others; returns the image as answers are to describe it."""
-        ...
-
-    def sweep(self, now: float) -> None:
-        """Drops rows that no request asks for any more; ``now`` in seconds since the epoch."""
-        ...
-
-
 class CarriedRows:
-    """Rows in the memory of this process; each answer carries them.
+    """Rows in the memory of this process, by the names that ``rows_name`` makes; each answer carries them.
+
+    Has the interface of ``RowStore``.
 
     Args:
         max_bytes: Most bytes of all rows; 0 keeps none.
@@ -81,13 +62,14 @@ class CarriedRows:
         self.num_bytes = 0
 
     def find(self, name: str) -> EncodedImage | None:
+        """Returns the rows of a picture, and marks them as most recently used."""
         found = self._kept.get(name)
         if found is not None:
             self._kept.move_to_end(name)
         return found
 
     def keep(self, name: str, image: EncodedImage) -> EncodedImage:
-        """Implements ``RowCache.keep``; does not keep rows larger than the whole cache."""
+        """Keeps the rows of a picture, in place of others; no rows larger than the whole cache."""
         size = len(image.embeddings)
         if name not in self._kept and size <= self._max_bytes:
             self._kept[name] = image
@@ -240,7 +222,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         vision = await asyncio.shield(self._built)
         async with self._decoding:
             rgb = await asyncio.wrap_future(self._decoder.submit(file.data))
-            return await asyncio.get_running_loop().run_in_executor(self._preparing, vision.prepare, rgb)
+            return await asyncio.get_running_loop().run_in_executor(self._preparing, vision.geometry.prepare, rgb)
 
     async def _sweep(self) -> None:
         while True:
@@ -284,7 +266,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         return await loop.run_in_executor(self._thread, lambda: [vision.packed(rows) for rows in vision.encode(images)])
 
 
-def _cache(max_bytes: int, owner: str) -> RowCache:
+def _cache(max_bytes: int, owner: str) -> CarriedRows | RowStore:
     directory = rows_directory()
     return CarriedRows(max_bytes) if directory is None else RowStore(directory, max_bytes, owner)
 

@@ -334,6 +334,7 @@ def _build(
     """
     from farsight.engine.build import build_worker
     from farsight.engine.vision.row_files import SharedEmbeddings
+    from farsight.engine.vision.spans import carried_rows
 
     if config.engine.device == "cpu" and ranks is None:
         bind_to_node(place, compute_threads(config.engine.num_threads, config.model.most_replicas))
@@ -346,7 +347,7 @@ def _build(
         config.model.most_replicas,
         config.scheduler,
         ranks,
-        None if rows is None else SharedEmbeddings(rows),
+        carried_rows if rows is None else SharedEmbeddings(rows).rows,
         progress,
     )
     gc.collect()

@@ -243,10 +243,6 @@ class EmulatedVision:
         self._cost = cost
         self._pace = pace or Pace()
 
-    def prepare(self, rgb: np.ndarray) -> PreparedImage:
-        """Prepares a picture (``ImageGeometry.prepare``)."""
-        return self.geometry.prepare(rgb)
-
     def encode(self, images: SequenceOf[PreparedImage]) -> list[np.ndarray]:
         """Zeros, float32 ``[num_tokens, hidden_size]`` each, when the time of all images is over."""
         batch_s = self._cost.encode_s([image.num_tokens for image in images])

@@ -59,10 +59,6 @@ class VisionModel:
         self.dtype = dtype
         self._tower = tower
 
-    def prepare(self, rgb: np.ndarray) -> PreparedImage:
-        """Prepares a picture (``ImageGeometry.prepare``)."""
-        return self.geometry.prepare(rgb)
-
     @torch.inference_mode()
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
         """Returns rows of each image, float32 ``[num_tokens, hidden_size]``; exact also where the tower has 16 bits."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from farsight.core.errors import InvalidValueError
 from farsight.core.images import EncodedImage, ImageSpan
-from farsight.engine.vision.spans import CarriedEmbeddings, unpacked
+from farsight.engine.vision.spans import carried_rows, unpacked
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class RowHolder:
 
 
 class SharedEmbeddings:
-    """Rows that came with the request, or are in a file. An ``engine.vision.spans.EmbeddingSource``.
+    """Rows that came with the request, or are in a file. ``rows`` is an ``engine.vision.spans.FindRows``.
 
     Args:
         root: As for ``RowStore``.
@@ -201,11 +201,10 @@ class SharedEmbeddings:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._carried = CarriedEmbeddings()
 
     def rows(self, span: ImageSpan, hidden_size: int) -> np.ndarray:
         if not span.rows:
-            return self._carried.rows(span, hidden_size)
+            return carried_rows(span, hidden_size)
         for path in _places(self._root, span.rows):
             with contextlib.suppress(FileNotFoundError):
                 mapped = np.memmap(path, np.uint8, mode="r")

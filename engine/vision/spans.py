@@ -5,9 +5,8 @@ A chunk may begin and end within an image, so everything is asked for by ranges 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -16,23 +15,14 @@ from farsight.core.images import ImageSpan
 from farsight.core.request import Request
 
 
-class EmbeddingSource(Protocol):
-    """Where a worker finds the rows of an image."""
-
-    def rows(self, span: ImageSpan, hidden_size: int) -> np.ndarray:
-        """Returns float32 ``[span.length, hidden_size]``, read-only for everyone.
-
-        Raises:
-            InvalidValueError: They are not there, or not of that size.
-        """
-        ...
+FindRows = Callable[[ImageSpan, int], np.ndarray]
+"""Finds the rows of an image: (span, hidden size) -> float32 ``[span.length, hidden_size]``, read-only for everyone.
+Raises InvalidValueError if they are not there, or not of that size."""
 
 
-class CarriedEmbeddings:
-    """The rows that came with the request."""
-
-    def rows(self, span: ImageSpan, hidden_size: int) -> np.ndarray:
-        return unpacked(span.embeddings, span.length, hidden_size)
+def carried_rows(span: ImageSpan, hidden_size: int) -> np.ndarray:
+    """Returns the rows that came with the request (``FindRows``)."""
+    return unpacked(span.embeddings, span.length, hidden_size)
 
 
 def unpacked(data: bytes | memoryview, length: int, hidden_size: int) -> np.ndarray:
@@ -71,13 +61,13 @@ class ImageInputs:
     """What a worker's model makes of images.
 
     Attributes:
-        source: Where their rows are found.
+        find_rows: Finds their rows.
         hidden_size: Values of a row.
         sees: Whether the model takes images at all.
         axes: Whether its positions have axes.
     """
 
-    source: EmbeddingSource
+    find_rows: FindRows
     hidden_size: int
     sees: bool
     axes: bool
@@ -90,7 +80,7 @@ class ImageInputs:
         """
         if not self.sees:
             raise InvalidValueError("images", len(request.images), "none: the model reads text alone")
-        values = [self.source.rows(span, self.hidden_size) for span in request.images]
+        values = [self.find_rows(span, self.hidden_size) for span in request.images]
         return SequenceImages(request.images, values, axes=self.axes)
 
 

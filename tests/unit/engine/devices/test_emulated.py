@@ -309,7 +309,7 @@ def test_pictures_take_their_tokens_time(model_dir: Path) -> None:
     clock = Time()
     vision = emulate_vision(model_dir, str(model_dir / "profile.json"), clock.pace)
     assert isinstance(vision, EmulatedVision)
-    image = vision.prepare(np.zeros((20, 30, 3), np.uint8))
+    image = vision.geometry.prepare(np.zeros((20, 30, 3), np.uint8))
     assert image.num_tokens == 16 == load_geometry(model_dir).tokens_of(30, 20)  # type: ignore[union-attr]
     rows = vision.encode([image, image])
     assert clock.now == pytest.approx(103.0 + 2 * 16 * 0.5)
