@@ -169,7 +169,7 @@ class Sampler:
     def why_no_token(
         self, logits: Tensor, row: int, param: SamplingParams, history: TokenHistory, masks: MaskedRows | None = None
     ) -> NoToken:
-        """Tells why ``sample`` gives a row ``NO_TOKEN``; ``logits`` are those of the step, float32 ``[rows, vocab]``."""
+        """Tells why ``sample`` gives a row ``NO_TOKEN``; ``logits`` are the step's, float32 ``[rows, vocab]``."""
         logits = (logits if masks is None else masks.apply(logits))[row]
         scores = adjust_logits(logits[None], [param], [history], self._eos_token_ids)[0]
         return why_no_token(logits, scores, param, history)

@@ -14,7 +14,6 @@ from farsight.core.errors import InvalidValueError
 from farsight.core.images import ImageSpan
 from farsight.core.request import Request
 
-
 FindRows = Callable[[ImageSpan, int], np.ndarray]
 """Finds the rows of an image: (span, hidden size) -> float32 ``[span.length, hidden_size]``, read-only for everyone.
 Raises InvalidValueError if they are not there, or not of that size."""
