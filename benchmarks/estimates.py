@@ -70,7 +70,7 @@ class Timed:
         return self.of if clock == "wall" else replace(self.of, duration_s=self.cpu_s)
 
 
-class SamplingRunner:
+class SamplingRunner(Runner):
     """A ``Runner`` that notes what each step did and how long it took."""
 
     def __init__(self, runner: Runner) -> None:

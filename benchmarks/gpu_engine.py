@@ -35,7 +35,7 @@ from farsight.engine.attention.layout import StepSizes
 from farsight.engine.attention.torch_attention import TorchAttention
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.names import num_parameters
-from farsight.engine.devices.copiers import HostBlocks, StreamCopier
+from farsight.engine.devices.copiers import StreamCopier, host_blocks
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.sequence import Sequence
 from farsight.engine.steps.backends import GraphBackend
@@ -267,10 +267,10 @@ class EngineBench:
     def swap(self, limits: Limits) -> dict[str, float]:
         """Bytes per second of offload and upload, the share of the link's, and how far both hide behind steps."""
         num_blocks = self._sizes.blocks
-        host = HostBlocks(self.pool, num_blocks)
+        host = host_blocks(self.pool, num_blocks)
         on_gpu = self.pool.device.type == "cuda"
         if on_gpu:
-            cuda.pin(host.data)
+            cuda.pin(host)
         copier = StreamCopier(self.pool, host, cuda.SideStream() if on_gpu else HostStream())
         first = self.pool.num_blocks - num_blocks
         ours, theirs = tuple(range(first, self.pool.num_blocks)), tuple(range(num_blocks))

@@ -32,7 +32,7 @@ from farsight.services.bench.report import markdown_table, provenance, write_jso
 PROMPT_TOKENS = 60
 
 
-class TimedRunner:
+class TimedRunner(Runner):
     """A ``Runner`` that notes what it ran and how long that took."""
 
     def __init__(self, runner: Runner) -> None:

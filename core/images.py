@@ -33,7 +33,7 @@ class ImageSpan:
         grid: Rows and columns of its tokens, for models whose positions have axes; empty for any other.
         embeddings: ``length`` rows of the model's hidden size, one behind the other, little-endian: float32, or
             bfloat16, which the number of bytes tells apart. Empty where the worker gets them in another way
-            (``engine.vision.spans.EmbeddingSource``).
+            (``engine.vision.spans.FindRows``).
         rows: Name of the file of its rows, where processes share them (``engine.vision.row_files``).
     """
 

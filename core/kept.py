@@ -63,13 +63,6 @@ class ObjectName:
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectReply:
-    """``kept`` is None for an object that is not there."""
-
-    kept: KeptObject | None
-
-
-@dataclass(frozen=True, slots=True)
 class ObjectQuery:
     """-> LogStore: the objects of a kind that one owner has, by time of creation, then id.
 

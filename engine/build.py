@@ -27,7 +27,7 @@ from farsight.engine.parallel.mesh import ALONE, Mesh, check_parallel
 from farsight.engine.runner import Device
 from farsight.engine.sequence import Detokenizer
 from farsight.engine.vision.geometry import load_geometry
-from farsight.engine.vision.spans import CarriedEmbeddings, EmbeddingSource, ImageInputs
+from farsight.engine.vision.spans import FindRows, ImageInputs, carried_rows
 from farsight.engine.worker import LongSequences, Worker
 from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
 from farsight.policies.compose import follows_prefixes, swaps_kv
@@ -87,7 +87,7 @@ def build_worker(
     num_replicas: int = 1,
     scheduler: SchedulerConfig | None = None,
     ranks: Ranks | None = None,
-    embeddings: EmbeddingSource | None = None,
+    find_rows: FindRows = carried_rows,
     progress: Callable[[float], object] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Worker:
@@ -98,7 +98,7 @@ def build_worker(
         scheduler: Policies, which determine how batches are executed and whether KV moves to the host. Static execution
             has no use for a host pool or a prefix cache.
         ranks: The other ranks, where the model is spread over several processes.
-        embeddings: Where the rows of images are found; None: with the requests.
+        find_rows: Finds the rows of images; by default with the requests.
         progress: Is told the share of the parameters that has been read, where a decoder runs in one process.
         clock: Seconds, monotonic; measures what speculation costs.
 
@@ -198,7 +198,7 @@ def build_worker(
         prefix_cache=engine.prefix_cache,
         copier=device.copier,
         grammars=grammars,
-        image_inputs=_image_inputs(config, engine, embeddings or CarriedEmbeddings()),
+        image_inputs=_image_inputs(config, engine, find_rows),
         speculation=_speculation(
             engine, static=static, num_ranks=1 if ranks is None else ranks.mesh.size, device=device, clock=clock
         ),
@@ -215,20 +215,20 @@ def _long_sequences(config: EncoderConfig | DecoderConfig, max_model_len: int) -
 
 
 def _image_inputs(
-    config: EncoderConfig | DecoderConfig, engine: EngineConfig, source: EmbeddingSource
+    config: EncoderConfig | DecoderConfig, engine: EngineConfig, find_rows: FindRows
 ) -> ImageInputs | None:
     if engine.profile:
         return None
     if isinstance(config, EncoderConfig):
-        return ImageInputs(source, config.hidden_size, sees=False, axes=False)
+        return ImageInputs(find_rows, config.hidden_size, sees=False, axes=False)
     axes = config.rotary is not None and config.rotary.axes is not None
-    return ImageInputs(source, config.hidden_size, sees=bool(config.sees), axes=axes)
+    return ImageInputs(find_rows, config.hidden_size, sees=bool(config.sees), axes=axes)
 
 
 def _speculation(
     engine: EngineConfig, *, static: bool, num_ranks: int, device: Device, clock: Callable[[], float]
 ) -> DraftedSteps | None:
-    """What guesses tokens for this worker's steps; None for nothing.
+    """Returns what guesses tokens for this worker's steps; None for nothing.
 
     Raises:
         ConfigError: The part is unknown, or cannot be used here.

@@ -9,16 +9,25 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from farsight.core.errors import ConfigError
+
 
 def device_problem() -> str | None:
-    """Why there is no GPU to compute on; None if there is."""
+    """Tells why there is no GPU to compute on; None if there is."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     return None if torch.cuda.is_available() else "torch sees no GPU"
 
 
+def check_device(device: str) -> None:
+    """Raises ConfigError if a GPU is to compute and there is none."""
+    problem = device_problem() if device == "cuda" else None
+    if problem is not None:
+        raise ConfigError("engine.device", device, f"cpu ({problem})")
+
+
 def free_bytes(utilization: float, step: Callable[[], object]) -> int:
-    """Bytes that a share of the device's memory leaves beside those in use now and the peak of ``step``.
+    """Returns the bytes that a share of the device's memory leaves beside those in use now and the peak of ``step``.
 
     Args:
         utilization: The share, in (0, 1].
@@ -40,7 +49,7 @@ def synchronize() -> None:
 
 
 def is_lost() -> bool:
-    """Whether an error has made the device unusable for this process, as an index out of bounds in a kernel does."""
+    """Returns whether an error has made the device unusable here, as an index out of bounds in a kernel does."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -52,6 +61,16 @@ def recover() -> None:
     """Returns the allocator's unused memory to the device; called after a failed allocation."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+def lost_on(device: str) -> Callable[[], bool]:
+    """Returns what tells whether the device has become unusable for this process: ``is_lost``; a CPU never does."""
+    return is_lost if device == "cuda" else lambda: False
+
+
+def recover_on(device: str) -> Callable[[], None]:
+    """Returns what frees memory of a device that has run out of it: ``recover``; on a CPU nothing."""
+    return recover if device == "cuda" else lambda: None
 
 
 class Graphs:
@@ -87,14 +106,12 @@ class SideStream:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def after_steps(self) -> AbstractContextManager[object]:
-        """Work launched inside runs on this stream, after all work launched so far on the caller's stream."""
+        """Has the work launched inside run on this stream, after all work launched so far on the caller's stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Callable[[], None]:
-        """Call it within ``after_steps``; the result is a function that returns when all work launched so far is
-        done.
-        """
+        """Returns, within ``after_steps``, a function that returns when all work launched so far is done."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         wait: Callable[[], None] = event.synchronize

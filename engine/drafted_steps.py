@@ -45,7 +45,7 @@ class DraftCounts(NamedTuple):
     accepted: int = 0
 
     def since(self, before: DraftCounts) -> DraftCounts:
-        """What has been added."""
+        """Returns what has been added."""
         return DraftCounts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
@@ -71,7 +71,7 @@ class DraftedSteps:
         self._pause = 0  # steps that are not looked at now
 
     def rests(self, num_seqs: int) -> bool:
-        """Whether the next step of so many sequences gets no guesses, whatever the tokens before it are.
+        """Returns whether the next step of so many sequences gets no guesses, whatever the tokens before it are.
 
         A step of which this is said is not shown to ``with_drafts``.
         """
@@ -93,7 +93,7 @@ class DraftedSteps:
         return any(self._budget.left(each) >= price for each in self._budget.owners)
 
     def with_drafts(self, batch: StepBatch, sequences: Mapping[str, Sequence], executor: PlanExecutor) -> StepBatch:
-        """The step with guesses behind the single tokens that it computes, as many as limits and blocks allow."""
+        """Returns the step with guesses behind its single tokens, as many as limits and blocks allow."""
         items = batch.items
         if self.rests(len(items)):
             return batch
@@ -117,7 +117,7 @@ class DraftedSteps:
         return batch if drafted is None else StepBatch(tuple(drafted), batch.padding)
 
     def _drafts(self, item: StepItem, sequence: Sequence, price: float) -> SequenceOf[int]:
-        """The guesses for an item that are worth their price and that its request can pay."""
+        """Returns the guesses for an item that are worth their price and that its request can pay."""
         if item.num_tokens > 1 or sequence.sampling.logprobs is not None or sequence.sampling.prompt_logprobs:
             return ()
         if sequence.drafter is None:
@@ -128,7 +128,7 @@ class DraftedSteps:
         return drafts[: self._budget.most_guesses(item.request_id, price)]
 
     def _places(self, items: tuple[StepItem, ...], price: float) -> list[int]:
-        """The items of a step to look at: those that can pay guesses themselves, and a sample of the others."""
+        """Returns the items of a step to look at: those that can pay guesses themselves, and a sample of the others."""
         budget, num = self._budget, len(items)
         if budget.owners:  # of requests that have ended as well
             budget.keep({item.request_id for item in items})

@@ -47,7 +47,7 @@ class Emission:
 
 
 def ended_by_prompt(sequence: Sequence, token: int, tokens: list[int | None], index: int) -> Emission:
-    """The end of a sequence that generates nothing; the token is kept for the books alone.
+    """Returns the end of a sequence that generates nothing; the token is kept for the books alone.
 
     Args:
         tokens: The step's; ``index`` is that of its item.
@@ -76,7 +76,7 @@ class HeldBack:
         return self._emissions.pop(request_id, [])
 
     def finish(self, end: FinishedSequence) -> list[Emission]:
-        """The output of a sequence that has ended; its own output ended it, maybe many steps ago."""
+        """Returns the output of a sequence that has ended; its own output ended it, maybe many steps ago."""
         emissions = self.take(end.request_id)
         emissions[-1].end = end
         return emissions

@@ -160,7 +160,7 @@ class Engine:
         return [_completion(prompt_ids, deltas[rid]) for prompt_ids, rid in zip(encoded, order, strict=True)]
 
     def embed(self, prompts: SequenceOf[Prompt], pooling: str = "last") -> list[list[float]]:
-        """Vectors of the prompts, in their order, as the pooling leaves them: not brought to any length.
+        """Returns vectors of the prompts, in their order, as the pooling leaves them: not brought to any length.
 
         Raises:
             InvalidValueError: As ``submit``; or the model does not compute this.

@@ -11,7 +11,7 @@ from farsight.engine.checkpoint.model_config import KV_SCALE_BYTES, DecoderConfi
 
 
 def pool_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """Type of a pool by ``engine.kv_dtype``, for a model of type ``dtype``."""
+    """Returns the type of a pool by ``engine.kv_dtype``, for a model of type ``dtype``."""
     return torch.int8 if kv_dtype == "int8" else dtype
 
 
@@ -91,7 +91,7 @@ class KVPool:
         self._by_block.index_copy_(2, self._indices(block_ids), blocks.permute(1, 2, 0, 3))
 
     def _indices(self, block_ids: Sequence[int]) -> Tensor:
-        """Indices on the device; the host does not wait for the copy."""
+        """Returns indices on the device; the host does not wait for the copy."""
         pinned = self.device.type == "cuda"
         ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=pinned)
         return ids.to(self.device, non_blocking=True)

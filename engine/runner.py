@@ -21,19 +21,20 @@ from farsight.kvcache import KVCopy, StepBatch, StepItem
 logger = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
-    """Computes a step; the model runner, or a device emulated from a profile."""
+class Runner:
+    """Computes steps: the model runner, or a device emulated from a profile. Here is what most devices do."""
 
     @property
     def num_ooms(self) -> int:
         """How often the device has run out of memory and computed a step in parts."""
-        ...
+        return 0
 
     def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         """Announces a step that will be executed after those that have begun before it."""
-        ...
 
-    def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]: ...
+    def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
+        """Computes a step; returns the new token of each item, None where the item does not sample."""
+        raise NotImplementedError
 
     def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
         """Gets a step ready that is likely to follow the one that computes; in another thread, meanwhile.
@@ -41,19 +42,17 @@ class Runner(Protocol):
         Returns:
             Whether it could also be executed before that one is booked, after ``go_on``.
         """
-        ...
+        return False
 
     def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
         """Says the last known token of each item of a step that was got ready: its sequences lack them."""
-        ...
 
     def fault(self, error: Exception) -> StepFault:
-        """What the error of a failed ``execute`` says about the device."""
-        ...
+        """Returns what the error of a failed ``execute`` says about the device."""
+        return StepFault.UNKNOWN
 
     def rest(self) -> None:
         """Announces that no step can run for now."""
-        ...
 
 
 class Copier(Protocol):
@@ -73,7 +72,7 @@ class Copies:
         self._on_done: Callable[[], object] = lambda: None
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """``callback`` is called from the copying thread after each copy."""
+        """Sets what is called from the copying thread after each copy."""
         self._on_done = callback
 
     def submit(self, copy_id: int, thread: Executor, work: Callable[[], None]) -> None:
@@ -82,7 +81,7 @@ class Copies:
         future.add_done_callback(lambda _: self._on_done())
 
     def take_done(self) -> list[tuple[int, bool]]:
-        """(copy id, whether it failed) of the copies that have ended since the last call."""
+        """Returns (copy id, whether it failed) of the copies that have ended since the last call."""
         done = [(copy_id, future) for copy_id, future in self._in_flight.items() if future.done()]
         for copy_id, future in done:
             del self._in_flight[copy_id]
@@ -119,7 +118,7 @@ class Device:
 
 
 def num_pool_blocks(engine: EngineConfig, token_bytes: int, context_len: int, free_bytes: int | None) -> int:
-    """Blocks of the KV pool.
+    """Returns the number of blocks of the KV pool.
 
     Args:
         token_bytes: Bytes of the KV of one token.
@@ -141,7 +140,7 @@ def num_pool_blocks(engine: EngineConfig, token_bytes: int, context_len: int, fr
 
 
 def num_host_pool_blocks(engine: EngineConfig, token_bytes: int, auto_blocks: int, free_bytes: int | None) -> int:
-    """Blocks of the host pool; 0 for none.
+    """Returns the number of blocks of the host pool; 0 for none.
 
     Args:
         auto_blocks: Blocks that ``auto`` takes, if they fit ``free_bytes``.
@@ -191,7 +190,7 @@ _SAMPLING = SamplingParams(1, temperature=1.0, top_k=2, top_p=0.9, seed=0)
 
 
 def largest_step(engine: EngineConfig) -> tuple[StepBatch, dict[str, Sequence], int]:
-    """The largest step: as many tokens as a step may compute, in as many prompts as it may hold; each samples.
+    """Returns the largest step: as many tokens as a step may compute, in as many prompts as it may hold; each samples.
 
     Returns:
         The step, its sequences, and how many blocks it is computed in: 0 and up.

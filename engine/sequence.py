@@ -63,7 +63,7 @@ class StopStrings:
         return self._release(text, max(match.length for match in self._matches))
 
     def flush(self) -> str:
-        """The text held back, when the text has ended."""
+        """Returns the text held back, when the text has ended."""
         return "" if self.stopped else self._release("", 0)
 
     def _release(self, text: str, num_kept: int) -> str:
@@ -98,7 +98,7 @@ class _Match:
         self.length = 0
 
     def advance(self, char: str) -> int:
-        """The length of the stop string if it is complete with this character, else 0."""
+        """Returns the length of the stop string if it is complete with this character, else 0."""
         length = self._next(self.length, char)
         if length == len(self._stop):
             self.length = self._border(length)
@@ -129,7 +129,7 @@ class Detokenizer:
     def start(
         self, stop: SequenceOf[str] = (), prompt_ids: SequenceOf[int] = (), shown_ids: SequenceOf[int] = ()
     ) -> OutputText:
-        """The text of an output that ends before the first of the ``stop`` strings and follows ``prompt_ids``.
+        """Returns the text of an output that ends before the first of the ``stop`` strings and follows ``prompt_ids``.
 
         Args:
             shown_ids: Special tokens that are part of the text.
@@ -165,7 +165,7 @@ class OutputText:
         return self._stop.push(text, may_stop) if text else ""
 
     def flush(self) -> str:
-        """The text still held back, when the output has ended; half a character becomes U+FFFD."""
+        """Returns the text still held back, when the output has ended; half a character becomes U+FFFD."""
         if self._stop is None:
             return self._stream.flush()
         if self._stop.stopped:
@@ -221,7 +221,7 @@ class Sequence(SequenceState):
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
-        """A sequence as its attempt begins it."""
+        """Returns a sequence as its attempt begins it."""
         # A client that has got output has got what comes with its first token.
         waits = request.sampling.prompt_logprobs and not request.output_ids
         token_ids = [*request.prompt_ids, *request.output_ids]
@@ -259,7 +259,7 @@ class Sequence(SequenceState):
         return named
 
     def position(self, index: int) -> int:
-        """The position of a token, for the rotary embedding; of an image's, ``SequenceImages.given`` says it."""
+        """Returns the position of a token, for the rotary embedding; of an image's, ``SequenceImages.given`` has it."""
         return index if self.images is None else self.images.position(index)
 
     def follow_grammar(self, grammars: GrammarCompiler | None) -> None:
@@ -279,12 +279,8 @@ class Sequence(SequenceState):
         except GrammarRefused as refused:
             self.grammar_problem = refused.reason
 
-    def keep_pooled(self, rows: PooledRows) -> None:
-        """Adds what a step has brought of the vector."""
-        self.pooled = rows.plus(self.pooled)
-
     def current_matcher(self) -> Matcher | None:
-        """The matcher, behind all known tokens of the output; None without one. One thread at a time."""
+        """Returns the matcher, behind all known tokens of the output; None without one. One thread at a time."""
         matcher = self.matcher
         if matcher is not None:
             matcher.advance(self.token_ids[self.prompt_len + matcher.num_tokens :])
@@ -298,7 +294,7 @@ class Sequence(SequenceState):
         return self._counts
 
     def allowed_drafts(self, drafts: SequenceOf[int]) -> SequenceOf[int]:
-        """The guessed tokens before the first that the grammar forbids. Between steps."""
+        """Returns the guessed tokens before the first that the grammar forbids. Between steps."""
         matcher = self.current_matcher()
         return drafts if matcher is None else drafts[: matcher.num_allowed(drafts)]
 

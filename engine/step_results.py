@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -81,13 +80,13 @@ class PooledRows:
     total: np.ndarray
 
     def plus(self, other: PooledRows | None) -> PooledRows:
-        """This and what earlier steps have brought."""
+        """Returns this and what earlier steps have brought."""
         if other is None:
             return self
         return PooledRows(self.num_rows + other.num_rows, self.total + other.total)
 
     def vector(self) -> bytes:
-        """Their mean, float32 little-endian."""
+        """Returns their mean, float32 little-endian."""
         return (self.total / np.float32(self.num_rows)).astype("<f4").tobytes()
 
 
@@ -106,15 +105,3 @@ class StepFault(Enum):
 
     LOST = "lost"
     """The device is unusable for this process: no later step can succeed."""
-
-
-def lost_on(device: str) -> Callable[[], bool]:
-    """A function that tells whether the device has become unusable for this process; a CPU never does.
-
-    It waits for the device's outstanding work.
-    """
-    if device != "cuda":
-        return lambda: False
-    from farsight.engine import cuda
-
-    return cuda.is_lost

@@ -14,7 +14,7 @@ from farsight.tokenization.text_stream import TextDecoder
 
 
 def vocabulary_size(model_dir: Path) -> int:
-    """Vocabulary size by ``config.json``; without that file, and for a GGUF file, the number of tokens.
+    """Returns the vocabulary size by ``config.json``; without that file, and for a GGUF file, the number of tokens.
 
     Raises:
         InvalidValueError: neither can be read.
@@ -37,7 +37,7 @@ class PromptDecoder:
         return TextDecoder(load_tokenizer(self._model_dir))
 
     def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
-        """The text of tokens that follow those ``before``, without special tokens."""
+        """Returns the text of tokens that follow those ``before``, without special tokens."""
         if not token_ids:
             return ""
         stream = self._decoder.start(before)

@@ -108,7 +108,7 @@ class Worker:
         return self._hash(self._sequences[request_id], num_blocks)
 
     def _hash(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        """At least the first ``num_blocks`` hashes of a sequence; each is computed once."""
+        """Returns at least the first ``num_blocks`` hashes of a sequence; each is computed once."""
         root = _root(sequence)
         extend_hashes(sequence.block_hashes, sequence.named_ids, self.ready.block_size, num_blocks, root)
         return sequence.block_hashes
@@ -150,7 +150,7 @@ class Worker:
         return sequence
 
     def _prepared_sequence(self, request: Request) -> Sequence:
-        """The executor's ``make_sequence``."""
+        """Serves as the executor's ``make_sequence``."""
         return self._prepared.get((request.request_id, request.attempt)) or self._make_sequence(request)
 
     def _has(self, request: Request) -> bool:
@@ -187,7 +187,7 @@ class Worker:
         return batch
 
     def when_copied(self, callback: Callable[[], object]) -> None:
-        """``callback`` is called, from any thread, when the next ``begin_step`` may find more to run."""
+        """Sets what is called, from any thread, when the next ``begin_step`` may find more to run."""
         if self._copier is not None:
             self._copier.when_done(callback)
 
@@ -204,14 +204,14 @@ class Worker:
         self._prepared = {}
 
     def _start_text(self, request: Request) -> OutputText:
-        """The text so far; the client of a resumed request has got all text that its tokens completed."""
+        """Returns the text so far; the client of a resumed request has got all text that its tokens completed."""
         text = self._detokenizer.start(request.sampling.stop, request.prompt_ids, request.sampling.shown_ids)
         for index, token in enumerate(request.output_ids):
             _push(text, token, index, request.sampling)
         return text
 
     def execute(self, batch: StepBatch) -> list[int | None]:
-        """The new token of each item that samples. The slow part; touches nothing but the model and its pool."""
+        """Computes the new token of each item that samples. The slow part; touches the model and its pool alone."""
         return self.runner.execute(batch, self._sequences)
 
     def look_ahead(self, batch: StepBatch) -> None:
@@ -251,7 +251,7 @@ class Worker:
         self.executor.cut_off(batch, duration_s)
 
     def _possible_ends(self, batch: StepBatch) -> frozenset[int] | None:
-        """Tokens that may end one of a step's sequences (``_ends``); None if more than the token decides on that."""
+        """Returns tokens that may end one of a step's sequences (``_ends``); None if more than the token decides."""
         tokens: set[int] = set()
         for item in batch.items:
             sequence = self._sequences[item.request_id]
@@ -297,7 +297,8 @@ class Worker:
         if isinstance(tokens, LoggedTokens):
             self._attach_logprobs(batch, tokens, emissions)
             for i, rows in tokens.pooled.items():  # of prompts that go on; none where steps overlap
-                self._sequences[batch.items[i].request_id].keep_pooled(rows)
+                sequence = self._sequences[batch.items[i].request_id]
+                sequence.pooled = rows.plus(sequence.pooled)
         emissions |= failed
         if self.speculation is not None:
             self.speculation.observe(batch, further, duration_s)
@@ -327,7 +328,7 @@ class Worker:
         return Emission(sequence, token_ids, start, shown, cached_len), False
 
     def _take_failures(self, batch: StepBatch, tokens: list[int | None]) -> dict[str, Emission]:
-        """Why items did not get the token that they should have got, by request id."""
+        """Returns why items did not get the token that they should have got, by request id."""
         failed = {}
         for i, failure in tokens.failures.items() if isinstance(tokens, LoggedTokens) else ():
             request_id = batch.items[i].request_id
@@ -339,14 +340,14 @@ class Worker:
         return failed
 
     def _release(self, ends: Iterable[FinishedSequence], held_back: HeldBack) -> list[Emission]:
-        """All output of a batch's sequences, one sequence after the other."""
+        """Returns all output of a batch's sequences, one sequence after the other."""
         emissions = []
         for end in ends:
             emissions += held_back.finish(end)
         return emissions
 
     def _attach_logprobs(self, batch: StepBatch, tokens: LoggedTokens, emissions: dict[str, Emission]) -> None:
-        """Log probabilities of a prompt are kept until its first output token goes out."""
+        """Attaches log probabilities; those of a prompt are kept until its first output token goes out."""
         for i, found in tokens.logprobs.items():
             request_id = batch.items[i].request_id
             if not self.executor.counts(batch, request_id):
@@ -360,7 +361,7 @@ class Worker:
                 sequence.prompt_logprobs = None
 
     def render(self, emissions: list[Emission]) -> list[Output]:
-        """New output of a committed step for the clients; in any thread, but in the order of the steps."""
+        """Renders new output of a committed step for the clients; in any thread, but in the order of the steps."""
         outputs = [self._rendered(emission) for emission in emissions]
         return outputs if self._held_back is None else joined_outputs(outputs)
 
@@ -431,7 +432,7 @@ class Worker:
         self.executor.stall(frozenset(ids))
 
     def _show(self, sequence: Sequence, token: int, start: int) -> str:
-        """Text that this token completes; an EOS that ends the sequence is not text."""
+        """Returns text that this token completes; an EOS that ends the sequence is not text."""
         sampling = sequence.sampling
         if token in self._eos and sampling.eos_ends:
             return ""
@@ -468,7 +469,7 @@ class Worker:
 
 
 def _root(sequence: Sequence) -> int:
-    """Root hash of the prefixes that a sequence shares; none where the prompt's own steps or images are needed."""
+    """Returns the root hash of the prefixes that a sequence shares; none where it needs its prompt's own steps."""
     request = sequence.request
     if request.sampling.computes_prompt or sequence.image_problem:
         return root_of(request.request_id, b"request")

@@ -8,10 +8,10 @@ from farsight.actors.calls.message import message
 from farsight.core.kept import (
     AddParts,
     DropExpired,
+    KeptObject,
     ObjectName,
     ObjectPage,
     ObjectQuery,
-    ObjectReply,
     PartsPage,
     PartsQuery,
     PutObject,
@@ -21,14 +21,11 @@ from farsight.core.messages.log import (
     Artefact,
     ArtefactList,
     ArtefactName,
-    ArtefactReply,
     BatchPage,
     ExamplePage,
-    FinishedBatches,
-    FinishedRequests,
-    ForecastRecords,
     LogPage,
     LogQuery,
+    LogRecords,
     RequestTraces,
     TraceQuery,
 )
@@ -39,20 +36,8 @@ class LogStoreCalls(Protocol):
     """Every method raises FarsightError while the log is unavailable; the sender may then repeat the message."""
 
     @message()
-    async def append(self, finished: FinishedRequests) -> None:
-        """Appends finished requests; returns when they are on disk."""
-
-    @message()
-    async def append_forecasts(self, forecasts: ForecastRecords) -> None:
-        """Appends forecasts; returns when they are on disk."""
-
-    @message()
-    async def append_batches(self, batches: FinishedBatches) -> None:
-        """Appends finished batches; returns when they are on disk."""
-
-    @message()
-    async def append_traces(self, traces: RequestTraces) -> None:
-        """Appends traces; returns when they are on disk."""
+    async def append(self, new: LogRecords) -> None:
+        """Appends records; returns when they are on disk."""
 
     @message()
     async def read(self, query: LogQuery) -> LogPage:
@@ -79,8 +64,8 @@ class LogStoreCalls(Protocol):
         """Makes a version the only current one of its kind. Raises MessageError if that version is not stored."""
 
     @message()
-    async def read_artefact(self, name: ArtefactName) -> ArtefactReply:
-        """Returns one version of an artefact, by default the current version."""
+    async def read_artefact(self, name: ArtefactName) -> Artefact | None:
+        """Returns one version of an artefact, by default the current version; None if it is not stored."""
 
     @message()
     async def artefacts(self) -> ArtefactList:
@@ -91,16 +76,16 @@ class LogStoreCalls(Protocol):
         """Stores a new object or the next revision of an object."""
 
     @message()
-    async def find_object(self, name: ObjectName) -> ObjectReply:
-        """Returns a kept object without its parts."""
+    async def find_object(self, name: ObjectName) -> KeptObject | None:
+        """Returns a kept object without its parts; None if it is not there."""
 
     @message()
     async def list_objects(self, query: ObjectQuery) -> ObjectPage:
         """Returns the kept objects of one owner."""
 
     @message()
-    async def drop_object(self, name: ObjectName) -> ObjectPage:
-        """Drops an object with its parts; returns the dropped object, or an empty page if there was none."""
+    async def drop_object(self, name: ObjectName) -> None:
+        """Drops an object with its parts; does nothing if there is none."""
 
     @message()
     async def add_parts(self, order: AddParts) -> None:

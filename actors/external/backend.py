@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from farsight.actors.external.openai_wire import BackendFailed, failed
 from farsight.actors.log.log_outbox import LogOutbox
 from farsight.actors.runtime.component import Component, ComponentContext
 from farsight.actors.runtime.metrics import BackendMetrics, EngineMetrics
-from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, wait_for
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, reaches, wait_for
 from farsight.actors.worker.token_channels import TICK_S, TokenChannels
 from farsight.core.forecast import ForecastsMade
 from farsight.core.messages.fleet import ReplicaNews, ReplicaState
-from farsight.core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from farsight.core.messages.log import LogRecords, RequestTrace, RequestTraces, TraceQuery
 from farsight.core.messages.plans import FinishedSequence, StartedRequest, WorkerReady
 from farsight.core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from farsight.core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
@@ -84,7 +84,6 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         self._channels = TokenChannels(self._incarnation)
         self._streams: dict[Key, BackendStream] = {}
         self._works: dict[Key, asyncio.Task[None]] = {}
-        self._probe: asyncio.Task[None] | None = None
         self._vocab_size = 0
         self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
@@ -95,7 +94,8 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         self._answered_at: float | None = None
         self._num_ended = 0
         self._router = context.peers.router()
-        self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces, context.degraded)
+        append = context.peers.log_store().append
+        self._traces = LogOutbox[RequestTrace](append, lambda traces: LogRecords(traces=traces), context.degraded)
         self._queues = EngineMetrics(context.registry, config.model.name, self._replica)
         self._metrics = BackendMetrics(context.registry, config.model.name, self._replica)
         self._metrics.set_state(self._machine.breaker.state)
@@ -112,10 +112,6 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
 
     async def stop(self) -> None:
         await super().stop()
-        works = [*self._works.values(), *([] if self._probe is None else [self._probe])]
-        for task in works:
-            task.cancel()
-        await asyncio.gather(*works, return_exceptions=True)
         self._channels.close()
         self._queues.remove()
         await self._server.close()
@@ -139,7 +135,8 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
 
     async def poll_tokens(self, poll: TokenPoll) -> TokenBatches:
         self._channels.hear(poll)
-        self._pause_streams()
+        for stream in self._streams.values():
+            self._pace(stream)
         return await self._channels.answer(poll)
 
     @property
@@ -199,7 +196,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
             case AccountClosed():
                 self._traces.add(self._trace(instruction, ended=True))
             case AskServer(generates):
-                self._probe = asyncio.create_task(self._ask(generates))
+                self.spawn_aside(self._ask(generates))
             case BreakerChanged():
                 self._note_breaker()
 
@@ -228,19 +225,12 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
     def _send(self, request: Request) -> None:
         key = request.request_id, request.attempt
         self._streams[key] = stream = BackendStream(request)
-        stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
-        self._works[key] = task = asyncio.create_task(self._stream(key, stream))
-        task.add_done_callback(lambda done: self._forget(key, done))
+        self._pace(stream)
+        self._works[key] = task = self.spawn_aside(self._stream(key, stream))
+        task.add_done_callback(lambda _: self._forget(key))
 
-    def _forget(self, key: Key, done: asyncio.Task[None]) -> None:
+    def _forget(self, key: Key) -> None:
         del self._streams[key], self._works[key]
-        self._task_ended_badly(done)
-
-    def _task_ended_badly(self, task: asyncio.Task[None]) -> None:
-        """Ends the component if a task failed by a defect of Farsight; the Supervisor starts it again."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not self.failed.done():
-            self.failed.set_exception(error)
 
     async def _stream(self, key: Key, stream: BackendStream) -> None:
         """Sends one request and passes its output on until the end."""
@@ -265,12 +255,15 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         request = stream.request
         self._handle(OutputGrew(key, delta.num_tokens))
         self._put(request, delta)
-        stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
+        self._pace(stream)
 
-    def _pause_streams(self) -> None:
-        for stream in self._streams.values():
-            request = stream.request
-            stream.reading.pause(self._channels.rests(request.ingress_id, request.request_id))
+    def _pace(self, stream: BackendStream) -> None:
+        """Reads from the server only while the client reads."""
+        request = stream.request
+        if self._channels.rests(request.ingress_id, request.request_id):
+            stream.reading.clear()
+        else:
+            stream.reading.set()
 
     async def _ask(self, generates: bool) -> None:
         try:
@@ -309,15 +302,13 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
         while True:
             self._handle(ProbeTick())
             self._queues.set_queues(self._machine.num_sent, self._machine.num_waiting)
-            if self._probe is not None and self._probe.done():
-                self._task_ended_badly(self._probe)
             await asyncio.sleep(LOOK_S)
 
     async def _tell_router(self) -> None:
         while True:
             self._news_due.clear()
             state = ReplicaState(self._replica, self._ready(), ())
-            told = await self._try(self._router.replica_state(state))
+            told = await reaches(self._router.replica_state(state))
             if told:
                 self._router_sends = state.ready is not None
                 self._release_returned()
@@ -331,16 +322,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
             self._events_due.clear()
             news = ReplicaNews(self._replica, self._incarnation, tuple(self._started), tuple(self._ended))
             self._started, self._ended = [], []
-            await self._try(self._router.replica_news(news))
-
-    @staticmethod
-    async def _try(call: Awaitable[None]) -> bool:
-        """Returns whether the Router received the message."""
-        try:
-            await call
-        except PeerLost:
-            return False
-        return True
+            await reaches(self._router.replica_news(news))
 
     async def _watch_ingresses(self) -> None:
         """Aborts requests of ingress replicas that have died. Ray is asked about a silent one, which may be busy."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -62,30 +61,6 @@ def find_api_key(config: ReplicaConfig) -> str:
     return key
 
 
-class Reading:
-    """Whether the client of a stream reads. While the client does not, Farsight does not read from the server either.
-
-    The connection's buffers then fill and the server pauses, as it would for a slow client of its own.
-    """
-
-    def __init__(self) -> None:
-        self._goes_on = asyncio.Event()
-        self._goes_on.set()
-
-    def pause(self, paused: bool) -> None:
-        if paused:
-            self._goes_on.clear()
-        else:
-            self._goes_on.set()
-
-    @property
-    def paused(self) -> bool:
-        return not self._goes_on.is_set()
-
-    async def wait(self) -> None:
-        await self._goes_on.wait()
-
-
 class OpenAIServer:
     """A server of ``model`` and the connections to it.
 
@@ -113,8 +88,12 @@ class OpenAIServer:
         if self._session is not None:
             await self._session.close()
 
-    async def complete(self, request: Request, reading: Reading) -> AsyncGenerator[Chunk, None]:
+    async def complete(self, request: Request, reading: asyncio.Event) -> AsyncGenerator[Chunk, None]:
         """Yields the chunks of one completion; the last non-empty chunk has the finish reason or the usage.
+
+        Args:
+            reading: Is set while the client reads. While it is not, nothing is read from the server either: the
+                connection's buffers then fill and the server pauses, as it would for a slow client of its own.
 
         Raises:
             BackendFailed: The answer did not end, or came too slowly.
@@ -125,9 +104,9 @@ class OpenAIServer:
         due_at = loop.time() + limit_s
         events, ended, done = EventReader(), False, False
         may_lack = self._config.prompt == "text"  # chats or completions
-        async with _Reply(self._post(call), due_at, f"no {waited_for} within {limit_s:g} s", may_lack) as reply:
+        async with _reply(self._post(call), due_at, f"no {waited_for} within {limit_s:g} s", may_lack) as reply:
             while not done:
-                if reading.paused:
+                if not reading.is_set():
                     await reading.wait()
                     due_at = loop.time() + limit_s
                 data = await _in_time(reply.content.readany(), due_at, f"no {waited_for} within {limit_s:g} s")
@@ -160,12 +139,14 @@ class OpenAIServer:
 
     async def _generate(self) -> None:
         """Asks for one token: by a chat if prompts go as text, else by a completion."""
+        reading = asyncio.Event()
+        reading.set()
         probes = [_PROBE]
         if self._config.prompt == "text":
             probes = [replace(_PROBE, source=source) for source in (_PROBE_CHAT, _PROBE_TEXT)]
         for request in probes:
             try:
-                async with aclosing(self.complete(request, Reading())) as chunks:
+                async with aclosing(self.complete(request, reading)) as chunks:
                     async for _ in chunks:
                         pass
                 return
@@ -193,7 +174,7 @@ class OpenAIServer:
         due_at = asyncio.get_running_loop().time() + limit_s
         message = f"no answer to GET {path} within {limit_s:g} s"
         asked = self._session.get(self._config.base_url + path, allow_redirects=False)  # as in _post
-        async with _Reply(asked, due_at, message, may_lack) as reply:
+        async with _reply(asked, due_at, message, may_lack) as reply:
             body = b""
             while len(body) <= MAX_PAGE_BYTES and not reply.content.at_eof():
                 body += await _in_time(reply.content.readany(), due_at, message)
@@ -211,39 +192,24 @@ class OpenAIServer:
         return self._session.post(url, data=json.dumps(call.body), headers=headers, allow_redirects=False)
 
 
-class _Reply:
-    """Waits for a reply with status 200 until ``due_at``; every fault is raised as ``BackendFailed``.
+@asynccontextmanager
+async def _reply(calling: Any, due_at: float, message: str, may_lack: bool) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Yields a reply with status 200 that comes until ``due_at``; every fault is raised as ``BackendFailed``.
 
     Args:
         message: Text of the fault if the reply is too late.
         may_lack: As in ``refusal``.
     """
-
-    def __init__(self, calling: Any, due_at: float, message: str, may_lack: bool) -> None:
-        self._calling = calling
-        self._may_lack = may_lack
-        self._due_at = due_at
-        self._message = message
-        self._reply: aiohttp.ClientResponse | None = None
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        reply: aiohttp.ClientResponse = await _in_time(self._calling, self._due_at, self._message)
-        self._reply = reply
+    reply: aiohttp.ClientResponse = await _in_time(calling, due_at, message)
+    try:
         if reply.status != 200:
-            data = await _in_time(reply.content.read(MAX_REFUSAL_BYTES), self._due_at, self._message)
-            reply.close()
-            raise BackendFailed(refusal(reply.status, data, may_lack=self._may_lack))
-        return reply
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Closes the connection of a stream that is left before its end, so that the server stops generating."""
-        assert self._reply is not None
-        if kind is None:
-            self._reply.release()
-        else:
-            self._reply.close()
+            data = await _in_time(reply.content.read(MAX_REFUSAL_BYTES), due_at, message)
+            raise BackendFailed(refusal(reply.status, data, may_lack=may_lack))
+        yield reply
+    except BaseException:  # also a stream that is left before its end: the server stops generating
+        reply.close()
+        raise
+    reply.release()
 
 
 async def _in_time(work: Any, due_at: float, message: str) -> Any:
@@ -267,19 +233,16 @@ async def _in_time(work: Any, due_at: float, message: str) -> Any:
         raise failed("broken", f"the connection broke: {error or type(error).__name__}") from error
 
 
-_STATUSES = {"length": SequenceStatus.FINISHED_LENGTH}
-
-
 class BackendStream:
     """Counts tokens without ids: one for each chunk with text, corrected at the end by the server's usage.
 
     Attributes:
-        reading: Whether the client reads.
+        reading: As in ``OpenAIServer.complete``.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.reading = Reading()
+        self.reading = asyncio.Event()
         self._output_len = len(request.output_ids)
         self._finish_reason: str | None = None
         self._usage: TokenUsage | None = None
@@ -306,7 +269,8 @@ class BackendStream:
     @property
     def status(self) -> SequenceStatus:
         """How the sequence ended; every finish reason except the length limit counts as a stop."""
-        return _STATUSES.get(self._finish_reason or "", SequenceStatus.FINISHED_STOPPED)
+        is_cut = self._finish_reason == "length"
+        return SequenceStatus.FINISHED_LENGTH if is_cut else SequenceStatus.FINISHED_STOPPED
 
     def _delta(self, text: str, num_tokens: int, finish_reason: str | None = None, cached_len: int = 0) -> TokenDelta:
         start = self._output_len

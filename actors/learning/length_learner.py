@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import time
@@ -14,6 +13,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter
 
 from farsight.actors.calls.log_store import LogStoreCalls
+from farsight.actors.runtime.metrics import family
 from farsight.actors.runtime.peer import PeerLost
 from farsight.core.config.learning import PredictorConfig
 from farsight.core.learning import ErrorRule
@@ -49,7 +49,8 @@ class ModelRegistry:
     def __init__(self, log_store: LogStoreCalls, first: TrainedModel, registry: CollectorRegistry) -> None:
         self._log_store = log_store
         self._kind = f"length-predictor {feature_set(first)}"
-        self._errors = _errors(registry)
+        text = "Versions of a predictor that were damaged."
+        self._errors = family(registry, Counter, "farsight:forecast_artefact_errors", text)
         self._broken: set[int] = set()
 
     async def newest(self, above: int) -> TrainedModel | None:
@@ -69,7 +70,7 @@ class ModelRegistry:
         return None
 
     async def _read(self, version: int) -> TrainedModel | None:
-        found = (await self._log_store.read_artefact(log_messages.ArtefactName(self._kind, version))).artefact
+        found = await self._log_store.read_artefact(log_messages.ArtefactName(self._kind, version))
         if found is None:
             return None  # retention has dropped it meanwhile
         try:
@@ -92,12 +93,6 @@ class ModelRegistry:
         entry = log_messages.Artefact(self._kind, version, time.time(), score, num_examples, note, artefact.to_bytes())
         await self._log_store.put_artefact(entry)
         await self._log_store.set_current(log_messages.ArtefactName(self._kind, version))
-
-
-@functools.cache
-def _errors(registry: CollectorRegistry) -> Counter:
-    """Makes one counter for each registry: a process may stop a predictor and start another."""
-    return Counter("farsight:forecast_artefact_errors", "Versions of a predictor that were damaged.", registry=registry)
 
 
 LOOK_S = 2.0

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Gauge
 
 from farsight.actors.calls.scheduling import LengthPredictorCalls
 from farsight.actors.learning.text_forecasts import TextForecasts
 from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.metrics import family
 from farsight.actors.runtime.peer import PeerLost
 from farsight.core.errors import FarsightError
 from farsight.core.forecast import Forecast, ForecastQuestions, Forecasts
@@ -46,7 +46,8 @@ class LengthPredictor(Component, LengthPredictorCalls):
 
     def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
-        self._gauge = _gauge(context.registry)
+        text = "Expected output length of a request."
+        self._gauge = family(context.registry, Gauge, "farsight:forecast_mean_tokens", text)
         self._log_store = context.peers.log_store()
         self._read_at: float | None = None
         self._failing = False
@@ -144,9 +145,3 @@ class LengthPredictor(Component, LengthPredictorCalls):
 
     def _show(self) -> None:
         self._gauge.set(self._predictor.current().mean)
-
-
-@functools.cache
-def _gauge(registry: CollectorRegistry) -> Gauge:
-    """Makes one gauge for each registry: a process may stop a predictor and start another."""
-    return Gauge("farsight:forecast_mean_tokens", "Expected output length of a request.", registry=registry)

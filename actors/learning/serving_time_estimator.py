@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import logging
 import time
@@ -11,11 +10,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Gauge
 
 from farsight.actors.calls.log_store import LogStoreCalls
 from farsight.actors.calls.scheduling import ServingTimeEstimatorCalls
 from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.metrics import family
 from farsight.actors.runtime.peer import PeerLost, again_and_again
 from farsight.core.costs import StepCost
 from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
@@ -104,7 +104,7 @@ class BatchTimeLearner:
     async def _load(self) -> bool:
         """Loads what an earlier process has learned; returns False while the log store does not answer."""
         try:
-            artefact = (await self._log_store.read_artefact(ArtefactName(KIND))).artefact
+            artefact = await self._log_store.read_artefact(ArtefactName(KIND))
         except FarsightError:
             return False  # the log store is not there, or has not opened its file yet
         if artefact is not None:
@@ -173,7 +173,8 @@ class ServingTimeEstimator(Component, ServingTimeEstimatorCalls):
 
     def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
-        self._gauge = _gauge(context.registry)
+        text = "Fitted seconds of a step, and of each unit of work in it."
+        self._gauge = family(context.registry, Gauge, "farsight:step_profile_seconds", text, ("replica", "term"))
         self._profiles: dict[str, StepProfile] = {}
         self._observed_at: float | None = None
         self._batches = BatchTimeLearner(context)
@@ -219,14 +220,3 @@ class ServingTimeEstimator(Component, ServingTimeEstimatorCalls):
 
 def _row(replica: str, profile: StepProfile) -> ReplicaStepProfile:
     return ReplicaStepProfile(replica, profile.num_samples, *profile.coefficients())
-
-
-@functools.cache
-def _gauge(registry: CollectorRegistry) -> Gauge:
-    """Makes one gauge for each registry: several estimators, each with its own replicas, may share a process."""
-    return Gauge(
-        "farsight:step_profile_seconds",
-        "Fitted seconds of a step, and of each unit of work in it.",
-        ("replica", "term"),
-        registry=registry,
-    )

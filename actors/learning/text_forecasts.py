@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import secrets
@@ -17,17 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter, Gauge
 
 from farsight.actors.calls.log_store import LogStoreCalls
 from farsight.actors.learning.length_learner import LengthLearner, ModelRegistry
 from farsight.actors.log.log_outbox import LogOutbox
 from farsight.actors.runtime.component import ComponentContext
-from farsight.actors.runtime.peer import PeerLost
+from farsight.actors.runtime.metrics import family
+from farsight.actors.runtime.peer import answer_of
 from farsight.core.config.learning import PredictorConfig
 from farsight.core.errors import ConfigError, FarsightError
 from farsight.core.forecast import Forecast, ForecastQuestion
-from farsight.core.messages.log import Artefact, ArtefactName, ForecastRecord, ForecastRecords
+from farsight.core.messages.log import Artefact, ArtefactName, ForecastRecord, LogRecords
 from farsight.core.messages.status import FORECASTS_FAIL, FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from farsight.predictor.applications.reading import SECRET_BYTES
 from farsight.predictor.applications.start import untrained, untrained_with_encoder
@@ -66,12 +66,12 @@ async def application_secret(log_store: LogStoreCalls) -> bytes:
 
 
 async def _kept(log_store: LogStoreCalls, own: bytes) -> bytes:
-    found = (await log_store.read_artefact(_NAME)).artefact
+    found = await log_store.read_artefact(_NAME)
     if found is None:
         note = "keys the hashes of instructions in the log"
         with suppress(FarsightError):  # another predictor was first: its secret is read below
             await log_store.put_artefact(Artefact(SECRET_KIND, 1, time.time(), None, 0, note, own))
-        found = (await log_store.read_artefact(_NAME)).artefact
+        found = await log_store.read_artefact(_NAME)
     if found is None:
         raise FarsightError("the log kept no secret of application keys")
     return found.data
@@ -215,9 +215,12 @@ class TextForecasts:
         self._feature_set = feature_set(artefact)
         self._registry = ModelRegistry(log_store, artefact, context.registry)
         self._server = ForecastServer(predictor, self._settings.cpu_share, context.degraded)
-        self._outbox = LogOutbox(log_store.append_forecasts, ForecastRecords, context.degraded)
-        self._version = _version(context.registry)
-        self._counter = _counter(context.registry)
+        append = log_store.append
+        self._outbox = LogOutbox[ForecastRecord](append, lambda new: LogRecords(forecasts=new), context.degraded)
+        text = "Version of the predictor that serves."
+        self._version = family(context.registry, Gauge, "farsight:forecast_version", text)
+        text = "Forecasts, by the predictor that made them."
+        self._counter = family(context.registry, Counter, "farsight:forecasts", text, ("source",))
         self._version.set(predictor.version)
 
     @classmethod
@@ -275,10 +278,7 @@ class TextForecasts:
         self._version.set(predictor.version)
 
     async def _look_for_newer(self) -> None:
-        try:
-            newest = await self._registry.newest(int(self._artefact.metadata["version"]))
-        except PeerLost:
-            return
+        newest = await answer_of(self._registry.newest(int(self._artefact.metadata["version"])))
         if newest is not None:
             self._use(newest)
 
@@ -287,17 +287,6 @@ class TextForecasts:
         while True:
             await asyncio.sleep(KEEP_UP_S)
             await self._look_for_newer()
-
-
-@functools.cache
-def _version(registry: CollectorRegistry) -> Gauge:
-    """Makes one gauge for each registry: a process may stop a predictor and start another."""
-    return Gauge("farsight:forecast_version", "Version of the predictor that serves.", registry=registry)
-
-
-@functools.cache
-def _counter(registry: CollectorRegistry) -> Counter:
-    return Counter("farsight:forecasts", "Forecasts, by the predictor that made them.", ("source",), registry=registry)
 
 
 def _load(settings: PredictorConfig) -> tuple[TrainedModel, Encoder | Scorer | None]:

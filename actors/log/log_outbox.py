@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from farsight.actors.runtime.peer import PeerLost
 from farsight.core.errors import FarsightError, MessageError
+from farsight.core.messages.log import LogRecords
 from farsight.core.messages.status import RECORDS_LOST, RECORDS_WAIT, Degraded
 
 SEND_S = 0.2
@@ -29,22 +30,21 @@ LOST_SHOWN_S = 60.0
 logger = logging.getLogger(__name__)
 
 Record = TypeVar("Record")
-Message = TypeVar("Message")
 
 
-class LogOutbox(Generic[Record, Message]):
+class LogOutbox(Generic[Record]):
     """Keeps records until the log store has written them; the store writes a record that is sent twice only once.
 
     Args:
-        send: The method of the log store, such as ``peers.log_store().append``.
+        send: ``peers.log_store().append``.
         message: Makes a message from records.
         degraded: Is notified while records wait because of a fault, and when records are lost.
     """
 
     def __init__(
         self,
-        send: Callable[[Message], Awaitable[None]],
-        message: Callable[[tuple[Record, ...]], Message],
+        send: Callable[[LogRecords], Awaitable[None]],
+        message: Callable[[tuple[Record, ...]], LogRecords],
         degraded: Degraded,
     ) -> None:
         self._degraded = degraded

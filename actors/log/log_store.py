@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import shutil
@@ -14,21 +13,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter, Gauge
 
 from farsight.actors.calls.log_store import LogStoreCalls
-from farsight.actors.log.log_backend import LogBackend, Record, Retention, check_integers
+from farsight.actors.log.log_backend import RECORD_KINDS, LogBackend, Record, Retention, check_integers
 from farsight.actors.log.log_sqlite import SqliteLog
 from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.metrics import family
 from farsight.actors.runtime.names import RUN_DIR_VARIABLE
 from farsight.core.errors import ConfigError, FarsightError, MessageError
 from farsight.core.kept import (
     AddParts,
     DropExpired,
+    KeptObject,
     ObjectName,
     ObjectPage,
     ObjectQuery,
-    ObjectReply,
     PartsPage,
     PartsQuery,
     PutObject,
@@ -38,14 +38,11 @@ from farsight.core.messages.log import (
     Artefact,
     ArtefactList,
     ArtefactName,
-    ArtefactReply,
     BatchPage,
     ExamplePage,
-    FinishedBatches,
-    FinishedRequests,
-    ForecastRecords,
     LogPage,
     LogQuery,
+    LogRecords,
     RequestTraces,
     TraceQuery,
 )
@@ -90,8 +87,10 @@ class LogStore(Component, LogStoreCalls):
         self._queue = 0
         self._written_at: float | None = None
         self._num_written = self._num_commits = 0
-        self._num_records = _num_records(context.registry)
-        self._num_bytes = _num_bytes(context.registry)
+        text = "Records written to the log, by kind."
+        self._num_records = family(context.registry, Counter, "farsight:log_records", text, ("kind",))
+        text = "Size of the log file in bytes; 0 for a log on Redis."
+        self._num_bytes = family(context.registry, Gauge, "farsight:log_bytes", text)
 
     async def start(self) -> None:
         """Opens or creates the log.
@@ -127,14 +126,19 @@ class LogStore(Component, LogStoreCalls):
     def work_done(self) -> Mapping[str, float]:
         return {"records written": self._num_written, "commits": self._num_commits}
 
-    async def append(self, finished: FinishedRequests) -> None:
-        await self._append(finished.records, "FinishedRequests")
-
-    async def append_forecasts(self, forecasts: ForecastRecords) -> None:
-        await self._append(forecasts.records, "ForecastRecords")
-
-    async def append_batches(self, batches: FinishedBatches) -> None:
-        await self._append(batches.records, "FinishedBatches")
+    async def append(self, new: LogRecords) -> None:
+        records: list[Record] = []
+        for kind in RECORD_KINDS.values():
+            for i, record in enumerate(getattr(new, kind)):
+                check_integers(record, f"LogRecords.{kind}[{i}]")
+                records.append(record)
+        if self._backend is None or self._closing:
+            raise FarsightError(f"{self.name} is closed")
+        if records:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._inbox.put_nowait((records, done))
+            self._queue += len(records)
+            await done
 
     async def read(self, query: LogQuery) -> LogPage:
         """Returns at most ``MAX_PAGE`` records.
@@ -156,9 +160,6 @@ class LogStore(Component, LogStoreCalls):
         with self._open("read") as backend:
             return await backend.read_batches(_limited(query, MAX_PAGE))
 
-    async def append_traces(self, traces: RequestTraces) -> None:
-        await self._append(traces.records, "RequestTraces")
-
     async def read_traces(self, query: TraceQuery) -> RequestTraces:
         with self._open("read") as backend:
             return RequestTraces(await backend.read_traces(query.response_id))
@@ -175,9 +176,9 @@ class LogStore(Component, LogStoreCalls):
         with self._open("write") as backend:
             await backend.set_current(name.kind, name.version)
 
-    async def read_artefact(self, name: ArtefactName) -> ArtefactReply:
+    async def read_artefact(self, name: ArtefactName) -> Artefact | None:
         with self._open("read") as backend:
-            return ArtefactReply(await backend.artefact(name.kind, name.version))
+            return await backend.artefact(name.kind, name.version)
 
     async def artefacts(self) -> ArtefactList:
         with self._open("read") as backend:
@@ -187,20 +188,18 @@ class LogStore(Component, LogStoreCalls):
         with self._open("write") as backend:
             return await backend.kept.put(order)
 
-    async def find_object(self, name: ObjectName) -> ObjectReply:
+    async def find_object(self, name: ObjectName) -> KeptObject | None:
         with self._open("read") as backend:
-            return ObjectReply(await backend.kept.find(name))
+            return await backend.kept.find(name)
 
     async def list_objects(self, query: ObjectQuery) -> ObjectPage:
         limited = dataclasses.replace(query, limit=min(max(query.limit, 0), MAX_OBJECTS))
         with self._open("read") as backend:
             return ObjectPage(await backend.kept.list(limited))
 
-    async def drop_object(self, name: ObjectName) -> ObjectPage:
+    async def drop_object(self, name: ObjectName) -> None:
         with self._open("write") as backend:
-            kept = await backend.kept.find(name)
-            dropped = await backend.kept.drop(name)
-            return ObjectPage((kept,) if kept is not None and dropped else ())
+            await backend.kept.drop(name)
 
     async def add_parts(self, order: AddParts) -> None:
         with self._open("write") as backend:
@@ -255,17 +254,6 @@ class LogStore(Component, LogStoreCalls):
             raise FarsightError(f"{self.name} cannot {verb}: {error}") from error
         self.context.degraded.clear(cause)
 
-    async def _append(self, records: Sequence[Record], message: str) -> None:
-        for i, record in enumerate(records):
-            check_integers(record, f"{message}.records[{i}]")
-        if self._backend is None or self._closing:
-            raise FarsightError(f"{self.name} is closed")
-        if records:
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._inbox.put_nowait((records, done))
-            self._queue += len(records)
-            await done
-
     async def _write(self) -> None:
         """Commits the waiting messages together; never returns."""
         while True:
@@ -312,14 +300,3 @@ class LogStore(Component, LogStoreCalls):
 
 def _limited(query: LogQuery, max_limit: int) -> LogQuery:
     return LogQuery(query.after_row, min(max(query.limit, 0), max_limit))
-
-
-@functools.cache
-def _num_records(registry: CollectorRegistry) -> Counter:
-    """Makes one counter for each registry: a process may stop a store and start another."""
-    return Counter("farsight:log_records", "Records written to the log, by kind.", ["kind"], registry=registry)
-
-
-@functools.cache
-def _num_bytes(registry: CollectorRegistry) -> Gauge:
-    return Gauge("farsight:log_bytes", "Size of the log file in bytes; 0 for a log on Redis.", registry=registry)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Gauge
 
 from farsight.actors.calls.log_store import StreamStoreCalls
 from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.metrics import family
 from farsight.core.messages.resumable import (
     StreamChanges,
     StreamEntries,
@@ -198,7 +198,10 @@ class StreamStore(Component, StreamStoreCalls):
         super().__init__(context)
         server = context.config.server
         self._streams = StoredStreams(server.max_stream_bytes_per_tenant, server.max_stream_bytes, time.monotonic())
-        self._num_streams, self._num_bytes = _gauges(context.registry)
+        text = "Resumable streams that the store keeps."
+        self._num_streams = family(context.registry, Gauge, "farsight:resumable_streams", text)
+        text = "Bytes that their logs take."
+        self._num_bytes = family(context.registry, Gauge, "farsight:resumable_stream_bytes", text)
 
     @property
     def queue(self) -> int:
@@ -216,11 +219,3 @@ class StreamStore(Component, StreamStoreCalls):
 
     async def take(self, name: StreamName) -> StreamState | None:
         return self._streams.take(name.stream_id, time.monotonic())
-
-
-@functools.cache
-def _gauges(registry: CollectorRegistry) -> tuple[Gauge, Gauge]:
-    """Makes one pair of gauges for each registry: a process may stop a store and start another."""
-    streams = Gauge("farsight:resumable_streams", "Resumable streams that the store keeps.", registry=registry)
-    num_bytes = Gauge("farsight:resumable_stream_bytes", "Bytes that their logs take.", registry=registry)
-    return streams, num_bytes

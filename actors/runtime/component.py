@@ -105,7 +105,8 @@ class Component:
         self.context = context
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
-        self._num_answered = 0
+        self._aside: set[asyncio.Task[None]] = set()
+        self.num_answered = 0  # since the start
         self._noted: deque[Decision] = deque(maxlen=MAX_RECENT)
 
     @property
@@ -118,7 +119,7 @@ class Component:
         Raises:
             MessageError: No contract declares the method, or the component does not understand the message.
         """
-        self._num_answered += 1
+        self.num_answered += 1
         kind: Any = type(self)
         message = declared(kind).get(method)
         if message is None:
@@ -135,9 +136,10 @@ class Component:
 
     async def stop(self) -> None:
         """Ends the component's tasks and closes what it has open."""
-        for task in self._tasks:
+        tasks = (*self._tasks, *self._aside)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs ``work`` as long as the component lives; if ``work`` ends by itself, the component has failed."""
@@ -145,9 +147,25 @@ class Component:
         task.add_done_callback(self._task_ended)
         self._tasks.append(task)
 
+    def spawn_aside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs ``work`` that ends by itself, unless the component stops before; an exception fails the component."""
+        task = asyncio.create_task(work)
+        self._aside.add(task)
+        task.add_done_callback(self._ended_aside)
+        return task
+
+    def _ended_aside(self, task: asyncio.Task[None]) -> None:
+        self._aside.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._task_ended(task)
+
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and not self.failed.done():
-            error = task.exception() or RuntimeError(f"{self.name}: a task ended")
+        if not task.cancelled():
+            self.fail(task.exception() or RuntimeError(f"{self.name}: a task ended"))
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the component by this error, or by an earlier one."""
+        if not self.failed.done():
             self.failed.set_exception(error)
 
     @property
@@ -175,22 +193,12 @@ class Component:
         """Counts of work done since the start, by names that people read; the operator's pages show the rates."""
         return {}
 
-    @property
-    def num_answered(self) -> int:
-        """Messages answered since the start."""
-        return self._num_answered
-
     def note(self, kind: str, **facts: float | str) -> None:
         """Keeps a decision for the operator's pages: no text of clients, and no facts that are costly to compute."""
         self._noted.append(Decision(kind, time.time(), facts))
 
     def recent(self) -> Iterable[Decision]:
         """Returns the last decisions, oldest first; instants in seconds since the epoch."""
-        return self.noted
-
-    @property
-    def noted(self) -> tuple[Decision, ...]:
-        """What ``note`` has kept, oldest first."""
         return tuple(self._noted)
 
     @property

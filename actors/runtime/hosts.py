@@ -8,6 +8,7 @@ own replicas. Everything else is on the head, without which there is no cluster 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,13 +31,12 @@ from farsight.actors.runtime.names import (
 )
 from farsight.actors.runtime.peer import LOOK_AGAIN_S, Site
 from farsight.actors.runtime.watching import ClusterStore, watched
-from farsight.core.codec import decode, encode
 
 _HEAD = "node:__internal_head__"
 """A resource that Ray gives to the head only."""
 
 _HOMES = "homes"
-"""Key of the stored ``ReplicaHomes``."""
+"""Key under which a Supervisor leaves its successor the id of the node of each replica, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,6 @@ def choose_node(replica: str, homes: Mapping[str, str], nodes: Sequence[ClusterN
     return min(able, key=lambda node: (taken[node.node_id], node.is_head, node.node_id)).node_id
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaHomes:
-    """What a Supervisor leaves to its successor: pairs of a replica and the id of the node it was started on."""
-
-    homes: tuple[tuple[str, str], ...]
-
-
 class Homes:
     """Which node each replica lives on. Kept in the cluster, as several lives of the Supervisor may start components of
     one replica.
@@ -115,7 +108,7 @@ class Homes:
     async def load(self) -> None:
         """Loads the homes that an earlier Supervisor has chosen."""
         data = await self._store.get(_HOMES)
-        self._homes = {} if data is None else dict(decode(data, ReplicaHomes).homes)
+        self._homes = {} if data is None else json.loads(data)
 
     async def of(self, host: str) -> str:
         """Returns the id of the node on which a host is to be created; empty for the head."""
@@ -134,7 +127,7 @@ class Homes:
         await self._save()
 
     async def _save(self) -> None:
-        await self._store.put(_HOMES, encode(ReplicaHomes(tuple(self._homes.items()))))
+        await self._store.put(_HOMES, json.dumps(self._homes).encode())
 
 
 _CPU_SHARE = 0.01

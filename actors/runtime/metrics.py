@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -54,9 +55,11 @@ _Family = TypeVar("_Family", bound=MetricWrapperBase)
 _families: WeakKeyDictionary[CollectorRegistry, dict[str, MetricWrapperBase]] = WeakKeyDictionary()
 
 
-def _family(
-    registry: CollectorRegistry, kind: type[_Family], name: str, text: str, labels: tuple[str, ...], **options: Any
+def family(
+    registry: CollectorRegistry, kind: type[_Family], name: str, text: str, labels: tuple[str, ...] = (), **options: Any
 ) -> _Family:
+    """Returns the family of that name, made once for each registry: several components may share a process, and a
+    process may stop a component and start another."""
     known = _families.setdefault(registry, {})
     if name not in known:
         known[name] = kind(name, text, labels, registry=registry, **options)
@@ -71,12 +74,12 @@ class _DegradedMetrics:
 
     def collect(self) -> Iterator[Metric]:
         text = "1 while a component works less well than it should, by cause; /status has the reason."
-        family = GaugeMetricFamily("farsight:degraded", text, labels=("component", "cause"))
+        shown = GaugeMetricFamily("farsight:degraded", text, labels=("component", "cause"))
         now = time.monotonic()
         for component, degraded in self._found():
             for cause, holds in degraded.causes(now):
-                family.add_metric((component, cause), float(holds))
-        yield family
+                shown.add_metric((component, cause), float(holds))
+        yield shown
 
 
 def show_degraded(registry: CollectorRegistry, found: Callable[[], Iterable[tuple[str, Degraded]]]) -> None:
@@ -88,11 +91,8 @@ def show_degraded(registry: CollectorRegistry, found: Callable[[], Iterable[tupl
     registry.register(cast(Any, _DegradedMetrics(found)))
 
 
-class EngineMetrics:
-    """What one replica's scheduler and worker measure, each through an object of its own.
-
-    A series appears with the first call that writes it, so a process shows only its own series: a process that never
-    calls ``step`` has no steps.
+class _ReplicaMetrics:
+    """Series of one replica. A series appears with the first call that writes it, so a process shows only its own.
 
     Args:
         model_name: Name of the model for clients.
@@ -100,94 +100,76 @@ class EngineMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
-        self._labels: Mapping[str, str] = {"model_name": model_name, "engine": engine}
-        self._running = _family(registry, Gauge, "vllm:num_requests_running", "Requests in the running batch.", _LABELS)
-        self._waiting = _family(
-            registry, Gauge, "vllm:num_requests_waiting", "Requests that wait to be started.", _LABELS
-        )
-        self._queue_time = _family(
-            registry,
-            Histogram,
-            "vllm:request_queue_time_seconds",
-            "From a request's arrival at its replica to its first step.",
-            _LABELS,
-            buckets=JCT_BUCKETS_S,
-        )
-        self._kv_usage = _family(
-            registry, Gauge, "vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", _LABELS
-        )
-        self._cache_config = _family(
-            registry,
-            Gauge,
-            "vllm:cache_config_info",
-            "The KV pool; always 1.",
-            (*_LABELS, "block_size", "num_gpu_blocks"),
-        )
-        places, ways = (*_LABELS, "place"), (*_LABELS, "way")
-        self._kv_blocks = _family(
-            registry, Gauge, "farsight:kv_blocks", "KV blocks in use; in_flight: of copies under way.", places
-        )
-        self._kv_pool_blocks = _family(
-            registry, Gauge, "farsight:kv_pool_blocks", "KV blocks in all, used and free; of the host 0: none.", places
-        )
-        self._kv_moves = _family(
-            registry, Counter, "farsight:kv_moves", "Copies of sequences' KV between device and host.", ways
-        )
-        self._kv_moved_bytes = _family(registry, Counter, "farsight:kv_moved_bytes", "What they held.", ways)
-        self._refused_offloads = _family(
-            registry, Counter, "farsight:kv_refused_offloads", "Offloads that found no room on the host.", _LABELS
-        )
-        self._recomputed_tokens = _family(
-            registry, Counter, "farsight:recomputed_tokens", "Tokens computed again after a preemption.", _LABELS
-        )
-        self._scheduling_cpu = _family(
-            registry,
-            Counter,
-            "farsight:scheduling_cpu_seconds",
-            "CPU time of a replica's scheduler: decisions, reports read, plans written.",
-            _LABELS,
-        )
-        self._preemptions = _family(
-            registry, Counter, "vllm:num_preemptions", "Sequences taken out of the running batch.", _LABELS
-        )
-        self._prefix_queries = _family(
-            registry, Counter, "vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", _LABELS
-        )
-        self._prefix_hits = _family(
-            registry, Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", _LABELS
-        )
-        self._drafts = _family(
-            registry, Counter, "vllm:spec_decode_num_drafts", "Times that tokens of a request were guessed.", _LABELS
-        )
-        self._draft_tokens = _family(
-            registry, Counter, "vllm:spec_decode_num_draft_tokens", "Tokens that were guessed and verified.", _LABELS
-        )
-        self._accepted_tokens = _family(
-            registry, Counter, "vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right.", _LABELS
-        )
-        self._step_tokens = _family(
-            registry,
-            Histogram,
-            "vllm:iteration_tokens_total",
-            "Tokens computed in a step.",
-            _LABELS,
-            buckets=STEP_TOKEN_BUCKETS,
-        )
+        self._registry = registry
+        self._labels = {"model_name": model_name, "engine": engine}
+        self._families: list[MetricWrapperBase] = []
+
+    def _of(self, kind: type[_Family], name: str, text: str, *more: str, **options: Any) -> Callable[..., _Family]:
+        """Returns a function that finds the replica's series by the values of the labels ``more``."""
+        found = family(self._registry, kind, name, text, (*_LABELS, *more), **options)
+        self._families.append(found)
+        return partial(found.labels, **self._labels)
+
+    def remove(self) -> None:
+        """Removes all series of this replica, which is not served any more: its gauges would keep their last values."""
+        for each in self._families:
+            each.remove_by_labels(dict(self._labels))
+
+
+class EngineMetrics(_ReplicaMetrics):
+    """What one replica's scheduler and worker measure, each through an object of its own."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
+        super().__init__(registry, model_name, engine)
+        self._running = self._of(Gauge, "vllm:num_requests_running", "Requests in the running batch.")
+        self._waiting = self._of(Gauge, "vllm:num_requests_waiting", "Requests that wait to be started.")
+        text = "From a request's arrival at its replica to its first step."
+        self._queue_time = self._of(Histogram, "vllm:request_queue_time_seconds", text, buckets=JCT_BUCKETS_S)
+        text = "Share of the KV blocks in use; 1 is all of them."
+        self._kv_usage = self._of(Gauge, "vllm:kv_cache_usage_perc", text)
+        sizes = "block_size", "num_gpu_blocks"
+        self._cache_config = self._of(Gauge, "vllm:cache_config_info", "The KV pool; always 1.", *sizes)
+        text = "KV blocks in use; in_flight: of copies under way."
+        self._kv_blocks = self._of(Gauge, "farsight:kv_blocks", text, "place")
+        text = "KV blocks in all, used and free; of the host 0: none."
+        self._kv_pool_blocks = self._of(Gauge, "farsight:kv_pool_blocks", text, "place")
+        text = "Copies of sequences' KV between device and host."
+        self._kv_moves = self._of(Counter, "farsight:kv_moves", text, "way")
+        self._kv_moved_bytes = self._of(Counter, "farsight:kv_moved_bytes", "What they held.", "way")
+        text = "Offloads that found no room on the host."
+        self._refused_offloads = self._of(Counter, "farsight:kv_refused_offloads", text)
+        text = "Tokens computed again after a preemption."
+        self._recomputed_tokens = self._of(Counter, "farsight:recomputed_tokens", text)
+        text = "CPU time of a replica's scheduler: decisions, reports read, plans written."
+        self._scheduling_cpu = self._of(Counter, "farsight:scheduling_cpu_seconds", text)
+        text = "Sequences taken out of the running batch."
+        self._preemptions = self._of(Counter, "vllm:num_preemptions", text)
+        text = "Prompt tokens looked for in the prefix cache."
+        self._prefix_queries = self._of(Counter, "vllm:prefix_cache_queries", text)
+        self._prefix_hits = self._of(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        text = "Times that tokens of a request were guessed."
+        self._drafts = self._of(Counter, "vllm:spec_decode_num_drafts", text)
+        text = "Tokens that were guessed and verified."
+        self._draft_tokens = self._of(Counter, "vllm:spec_decode_num_draft_tokens", text)
+        text = "Guessed tokens that were right."
+        self._accepted_tokens = self._of(Counter, "vllm:spec_decode_num_accepted_tokens", text)
+        text = "Tokens computed in a step."
+        self._step_tokens = self._of(Histogram, "vllm:iteration_tokens_total", text, buckets=STEP_TOKEN_BUCKETS)
 
     def set_queues(self, running: int, waiting: int) -> None:
         """Sets the numbers of requests that run and that wait."""
-        self._running.labels(**self._labels).set(running)
-        self._waiting.labels(**self._labels).set(waiting)
+        self._running().set(running)
+        self._waiting().set(waiting)
 
     def set_kv(self, usage: KVUsage) -> None:
         """Sets the KV blocks in use on device and host and in flight, and the sizes of the pools."""
         used = usage.num_blocks - usage.free_blocks
-        self._kv_usage.labels(**self._labels).set(used / usage.num_blocks if usage.num_blocks else 0.0)
+        self._kv_usage().set(used / usage.num_blocks if usage.num_blocks else 0.0)
         on_host = usage.num_host_blocks - usage.free_host_blocks
         for place, num_blocks in (("device", used), ("host", on_host), ("in_flight", usage.flying_blocks)):
-            self._kv_blocks.labels(**self._labels, place=place).set(num_blocks)
+            self._kv_blocks(place=place).set(num_blocks)
         for place, num_blocks in (("device", usage.num_blocks), ("host", usage.num_host_blocks)):
-            self._kv_pool_blocks.labels(**self._labels, place=place).set(num_blocks)
+            self._kv_pool_blocks(place=place).set(num_blocks)
 
     def kv_moved(self, moved: KVTraffic) -> None:
         """Adds KV traffic since the last call; zeros at the start show the series."""
@@ -195,130 +177,103 @@ class EngineMetrics:
             ("offload", moved.offloads, moved.offloaded_bytes),
             ("upload", moved.uploads, moved.uploaded_bytes),
         ):
-            self._kv_moves.labels(**self._labels, way=way).inc(num)
-            self._kv_moved_bytes.labels(**self._labels, way=way).inc(num_bytes)
-        self._refused_offloads.labels(**self._labels).inc(moved.refused_offloads)
-        self._recomputed_tokens.labels(**self._labels).inc(moved.recomputed_tokens)
+            self._kv_moves(way=way).inc(num)
+            self._kv_moved_bytes(way=way).inc(num_bytes)
+        self._refused_offloads().inc(moved.refused_offloads)
+        self._recomputed_tokens().inc(moved.recomputed_tokens)
 
     def set_cache_config(self, block_size: int, num_gpu_blocks: int) -> None:
         """Sets the size of the KV pool, in place of that of the worker's earlier life."""
-        self._cache_config.remove_by_labels(dict(self._labels))
-        sizes = {"block_size": str(block_size), "num_gpu_blocks": str(num_gpu_blocks)}
-        self._cache_config.labels(**self._labels, **sizes).set(1)
+        known = _families[self._registry]["vllm:cache_config_info"]
+        known.remove_by_labels(dict(self._labels))
+        self._cache_config(block_size=str(block_size), num_gpu_blocks=str(num_gpu_blocks)).set(1)
 
     def step(self, num_tokens: int) -> None:
         """Counts one step that computed ``num_tokens``."""
-        self._step_tokens.labels(**self._labels).observe(num_tokens)
+        self._step_tokens().observe(num_tokens)
 
     def scheduled(self, cpu_s: float) -> None:
         """Adds CPU seconds of the scheduler."""
-        self._scheduling_cpu.labels(**self._labels).inc(cpu_s)
+        self._scheduling_cpu().inc(cpu_s)
 
     def started(self, queue_s: float) -> None:
         """Records a request's first step, ``queue_s`` seconds after its arrival at the replica."""
-        self._queue_time.labels(**self._labels).observe(queue_s)
+        self._queue_time().observe(queue_s)
 
     def prefix_cache(self, queries: int, hits: int) -> None:
         """Adds prompt tokens looked up and found in the prefix cache; zeros at the start show the series."""
-        self._prefix_queries.labels(**self._labels).inc(queries)
-        self._prefix_hits.labels(**self._labels).inc(hits)
+        self._prefix_queries().inc(queries)
+        self._prefix_hits().inc(hits)
 
     def drafted(self, drafts: int, tokens: int, accepted: int) -> None:
         """Adds drafts, their tokens and the accepted tokens since the last call; zeros at the start show the series."""
-        self._drafts.labels(**self._labels).inc(drafts)
-        self._draft_tokens.labels(**self._labels).inc(tokens)
-        self._accepted_tokens.labels(**self._labels).inc(accepted)
+        self._drafts().inc(drafts)
+        self._draft_tokens().inc(tokens)
+        self._accepted_tokens().inc(accepted)
 
     def preempted(self, n: int = 1) -> None:
         """Adds ``n`` preempted sequences; 0 at the start makes the first one visible to ``increase()``."""
-        self._preemptions.labels(**self._labels).inc(n)
-
-    def remove(self) -> None:
-        """Removes all series of this replica, which is not served any more: its gauges would keep their last values."""
-        for family in (
-            *(self._running, self._waiting, self._queue_time, self._kv_usage, self._cache_config),
-            *(self._preemptions, self._step_tokens, self._prefix_queries, self._prefix_hits),
-            *(self._kv_blocks, self._kv_pool_blocks, self._kv_moves, self._kv_moved_bytes),
-            *(self._refused_offloads, self._recomputed_tokens, self._scheduling_cpu),
-            *(self._drafts, self._draft_tokens, self._accepted_tokens),
-        ):
-            family.remove_by_labels(dict(self._labels))
+        self._preemptions().inc(n)
 
 
-class OffloadMetrics:
+class OffloadMetrics(_ReplicaMetrics):
     """Decisions about the KV of a replica by deciding component, and the idle target of its KVOffloadManager."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
-        self._labels: Mapping[str, str] = {"model_name": model_name, "engine": engine}
+        super().__init__(registry, model_name, engine)
         text = "Scheduling points at which KV may have had to move, by the component that decided."
-        self._decisions = _family(registry, Counter, "farsight:offload_decisions", text, (*_LABELS, "by"))
+        self._decisions = self._of(Counter, "farsight:offload_decisions", text, "by")
         text = "Questions that the KV offload manager did not answer by the deadline."
-        self._late = _family(registry, Counter, "farsight:late_offload_answers", text, _LABELS)
+        self._late = self._of(Counter, "farsight:late_offload_answers", text)
         text = "Orders of the KV offload manager that did not fit any more when they came."
-        self._refused = _family(registry, Counter, "farsight:refused_offload_orders", text, _LABELS)
+        self._refused = self._of(Counter, "farsight:refused_offload_orders", text)
         text = "KV tokens that the KV offload manager keeps free for newcomers."
-        self._idle_target = _family(registry, Gauge, "farsight:idle_target_tokens", text, _LABELS)
+        self._idle_target = self._of(Gauge, "farsight:idle_target_tokens", text)
 
     def decided(self, manager: int, scheduler: int, late: int, refused: int) -> None:
         """Adds decisions of manager and Scheduler, late answers and refused orders since the last call."""
-        self._decisions.labels(**self._labels, by="manager").inc(manager)
-        self._decisions.labels(**self._labels, by="scheduler").inc(scheduler)
-        self._late.labels(**self._labels).inc(late)
-        self._refused.labels(**self._labels).inc(refused)
+        self._decisions(by="manager").inc(manager)
+        self._decisions(by="scheduler").inc(scheduler)
+        self._late().inc(late)
+        self._refused().inc(refused)
 
     def set_idle_target(self, num_tokens: int) -> None:
-        self._idle_target.labels(**self._labels).set(num_tokens)
-
-    def remove(self) -> None:
-        """Removes all series of this replica."""
-        for family in (self._decisions, self._late, self._refused, self._idle_target):
-            family.remove_by_labels(dict(self._labels))
+        self._idle_target().set(num_tokens)
 
 
-class BackendMetrics:
+class BackendMetrics(_ReplicaMetrics):
     """What is measured of a replica that is an external server, beside its queues (``EngineMetrics.set_queues``)."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, replica: str) -> None:
-        self._labels: Mapping[str, str] = {"model_name": model_name, "engine": replica}
-        self._state = _family(
-            registry,
-            Gauge,
-            "farsight:backend_state",
-            "State of another server's circuit breaker: 1 for the one it is in. Requests go there while it is closed.",
-            (*_LABELS, "state"),
-        )
-        self._failures = _family(
-            registry, Counter, "farsight:backend_failures", "What another server did wrong.", (*_LABELS, "kind")
-        )
+    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
+        super().__init__(registry, model_name, engine)
+        text = "State of another server's circuit breaker: 1 for the present one. Requests go there while it is closed."
+        self._state = self._of(Gauge, "farsight:backend_state", text, "state")
+        self._failures = self._of(Counter, "farsight:backend_failures", "What another server did wrong.", "kind")
         for kind in FAILURE_KINDS:
-            self._failures.labels(**self._labels, kind=kind)
+            self._failures(kind=kind)
 
     def set_state(self, state: BreakerState) -> None:
         for each in BreakerState:
-            self._state.labels(**self._labels, state=each.value).set(each is state)
+            self._state(state=each.value).set(each is state)
 
     def failed(self, kind: str) -> None:
         """Counts one failure of a kind (``FAILURE_KINDS``)."""
-        self._failures.labels(**self._labels, kind=kind).inc()
+        self._failures(kind=kind).inc()
 
 
 class BatchMetrics:
     """What is measured of batches that idle workers pull; one object per registry and model."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        labels = {"model_name": model_name}
+        def of(kind: type[_Family], name: str, text: str, **options: Any) -> _Family:
+            return family(registry, kind, name, text, ("model_name",), **options).labels(model_name)
 
-        def family(kind: type[_Family], name: str, text: str, **options: Any) -> _Family:
-            return _family(registry, kind, name, text, ("model_name",), **options).labels(**labels)
-
-        self._waiting = family(Gauge, "farsight:batch_queue_requests", "Requests that no worker has pulled.")
-        self._size = family(
-            Histogram, "farsight:batch_size", "Requests of a batch when it was pulled.", buckets=BATCH_SIZE_BUCKETS
-        )
-        self._serving = family(
-            Histogram, "farsight:batch_serving_seconds", "From pull to last end of a batch.", buckets=JCT_BUCKETS_S
-        )
-        self._splits = family(Counter, "farsight:batch_splits", "Batches that ran out of memory and were halved.")
+        self._waiting = of(Gauge, "farsight:batch_queue_requests", "Requests that no worker has pulled.")
+        text = "Requests of a batch when it was pulled."
+        self._size = of(Histogram, "farsight:batch_size", text, buckets=BATCH_SIZE_BUCKETS)
+        text = "From pull to last end of a batch."
+        self._serving = of(Histogram, "farsight:batch_serving_seconds", text, buckets=JCT_BUCKETS_S)
+        self._splits = of(Counter, "farsight:batch_splits", "Batches that ran out of memory and were halved.")
 
     def set_queue(self, num_requests: int) -> None:
         self._waiting.set(num_requests)
@@ -339,56 +294,46 @@ class BatchMetrics:
 class RequestMetrics:
     """What one ingress process measures of its clients' requests; one object per registry and model.
 
-    Args:
-        engine: A label that vLLM's users expect; requests may move between replicas, so it is the same for all.
-
     Attributes:
         tally: The same counts for the history of the service.
     """
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str = "0") -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self.tally = TrafficTally()
-        labels = {"model_name": model_name, "engine": engine}
+        # Users of vLLM expect the label; requests may move between replicas, so it is the same for all.
+        labels = {"model_name": model_name, "engine": "0"}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return _family(registry, Histogram, name, text, _LABELS, buckets=buckets).labels(**labels)
+            return family(registry, Histogram, name, text, _LABELS, buckets=buckets).labels(**labels)
 
         def counter(name: str, text: str) -> Counter:
-            return _family(registry, Counter, name, text, _LABELS).labels(**labels)
+            return family(registry, Counter, name, text, _LABELS).labels(**labels)
 
-        self._ttft = histogram(
-            "vllm:time_to_first_token_seconds", "From receipt of a request to its first token.", TTFT_BUCKETS_S
-        )
-        self._itl = histogram(
-            "vllm:inter_token_latency_seconds", "Between one token of a request and the next.", ITL_BUCKETS_S
-        )
-        self._jct = histogram(
-            "vllm:e2e_request_latency_seconds", "From receipt of a request to its end.", JCT_BUCKETS_S
-        )
+        text = "From receipt of a request to its first token."
+        self._ttft = histogram("vllm:time_to_first_token_seconds", text, TTFT_BUCKETS_S)
+        text = "Between one token of a request and the next."
+        self._itl = histogram("vllm:inter_token_latency_seconds", text, ITL_BUCKETS_S)
+        text = "From receipt of a request to its end."
+        self._jct = histogram("vllm:e2e_request_latency_seconds", text, JCT_BUCKETS_S)
         self._prompt_len = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
         self._output_len = histogram("vllm:request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS)
-        self._max_new_tokens = histogram(
-            "vllm:request_params_max_tokens", "Output tokens that a request allowed.", TOKEN_BUCKETS
-        )
-        self._max_output_len = histogram(
-            "vllm:request_max_num_generation_tokens", "Output tokens of a choice; each counts alone.", TOKEN_BUCKETS
-        )
-        self._decode = histogram(
-            "vllm:request_decode_time_seconds", "From a request's first token to its end.", JCT_BUCKETS_S
-        )
+        text = "Output tokens that a request allowed."
+        self._max_new_tokens = histogram("vllm:request_params_max_tokens", text, TOKEN_BUCKETS)
+        text = "Output tokens of a choice; each counts alone."
+        self._max_output_len = histogram("vllm:request_max_num_generation_tokens", text, TOKEN_BUCKETS)
+        text = "From a request's first token to its end."
+        self._decode = histogram("vllm:request_decode_time_seconds", text, JCT_BUCKETS_S)
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests whose first token came.")
         self._generation_tokens = counter("vllm:generation_tokens", "Output tokens sent to clients.")
-        success = _family(
-            registry, Counter, "vllm:request_success", "Requests that ended.", (*_LABELS, "finished_reason")
-        )
+        more = (*_LABELS, "finished_reason")
+        success = family(registry, Counter, "vllm:request_success", "Requests that ended.", more)
         # All reasons from the start: a series that begins at 1 shows no increase.
         self._ended = {reason: success.labels(**labels, finished_reason=reason) for reason in FINISH_REASONS}
         about = "Requests whose clients left before the end, before or after the first token."
-        abandoned = _family(registry, Counter, "farsight:abandoned_requests", about, (*_LABELS, "when"))
+        abandoned = family(registry, Counter, "farsight:abandoned_requests", about, (*_LABELS, "when"))
         self._abandoned = [abandoned.labels(**labels, when=f"{when}_first_token") for when in ("before", "after")]
-        self._rejections = _family(
-            registry, Counter, "vllm:admission_rejections", "Requests refused unstarted.", (*_LABELS, "reason")
-        )
+        text, more = "Requests refused unstarted.", (*_LABELS, "reason")
+        self._rejections = family(registry, Counter, "vllm:admission_rejections", text, more)
         self._labels = labels
 
     def first_token(self, ttft_s: float, n: int = 1, exemplar: dict[str, str] | None = None) -> None:
@@ -460,8 +405,8 @@ class QueueDelay:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         text = "Predicted wait of a request that came now; NaN as long as that cannot be said."
-        family = _family(registry, Gauge, "farsight:predicted_queue_delay_seconds", text, ("model_name",))
-        self._gauge = family.labels(model_name)
+        found = family(registry, Gauge, "farsight:predicted_queue_delay_seconds", text, ("model_name",))
+        self._gauge = found.labels(model_name)
 
     def set(self, delay_s: float | None) -> None:
         self._gauge.set(math.nan if delay_s is None else delay_s)
@@ -472,7 +417,7 @@ class RefusedMessages:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ("component", "piece", "method", "field")  # `piece` is the old name of `component`, until version 0.3
-        self._refused = _family(registry, Counter, "farsight:refused_messages", "Messages refused unread.", labels)
+        self._refused = family(registry, Counter, "farsight:refused_messages", "Messages refused unread.", labels)
 
     def count(self, component: str, method: str, field: str) -> None:
         """Counts a message to ``method`` that ``component`` refused because of ``field``, without its list indices."""
@@ -483,11 +428,10 @@ class ComponentRestarts:
     """The number of restarts of each component."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._restarts = _family(
-            registry, Gauge, "farsight:component_restarts", "How often a component was started again.", ("component",)
-        )
+        text = "How often a component was started again."
+        self._restarts = family(registry, Gauge, "farsight:component_restarts", text, ("component",))
         old = "The old name of farsight:component_restarts, until version 0.3."
-        self._alias = _family(registry, Gauge, "farsight:piece_restarts", old, ("piece",))
+        self._alias = family(registry, Gauge, "farsight:piece_restarts", old, ("piece",))
 
     def set(self, component: str, restarts: int) -> None:
         """Sets the restarts of a component, as in ``ComponentStatus.restarts``."""

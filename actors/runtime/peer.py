@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from farsight.actors.calls.failures import PeerLost as PeerLost
 from farsight.actors.calls.log_store import LogStoreCalls, StreamStoreCalls
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from farsight.actors.runtime.remote import RemoteActor
+
+T = TypeVar("T")
 
 LOOK_AGAIN_S = 0.05
 """Seconds between two searches for a lost peer."""
@@ -117,13 +119,11 @@ class PeerBook:
         self._actors: dict[str, RemoteActor] = {}
 
     def router(self) -> RouterCalls:
-        router: RouterCalls = stub(RouterCalls, self.peer(ROUTER))
-        return router
+        return cast(RouterCalls, stub(RouterCalls, self.peer(ROUTER)))
 
     def scheduler(self, replica: str) -> SchedulerCalls:
         """Returns the Scheduler of a replica; an external server's backend answers ``ReplicaCalls`` alone."""
-        scheduler: SchedulerCalls = stub(SchedulerCalls, self.peer(scheduler_name(replica)))
-        return scheduler
+        return cast(SchedulerCalls, stub(SchedulerCalls, self.peer(scheduler_name(replica))))
 
     def worker(self, replica: str, meter: Meter | None = None) -> WorkerCalls:
         """Returns the ModelWorker of a replica; an external server's backend answers ``TokenCalls`` alone.
@@ -131,37 +131,29 @@ class PeerBook:
         Args:
             meter: Measures the encoding of requests and the decoding of answers.
         """
-        worker: WorkerCalls = stub(WorkerCalls, self.peer(worker_name(replica)), meter)
-        return worker
+        return cast(WorkerCalls, stub(WorkerCalls, self.peer(worker_name(replica)), meter))
 
     def kv_offload_manager(self, replica: str) -> KVOffloadCalls:
-        manager: KVOffloadCalls = stub(KVOffloadCalls, self.peer(kv_offload_manager_name(replica)))
-        return manager
+        return cast(KVOffloadCalls, stub(KVOffloadCalls, self.peer(kv_offload_manager_name(replica))))
 
     def length_predictor(self, index: int) -> LengthPredictorCalls:
-        predictor: LengthPredictorCalls = stub(LengthPredictorCalls, self.peer(length_predictor_name(index)))
-        return predictor
+        return cast(LengthPredictorCalls, stub(LengthPredictorCalls, self.peer(length_predictor_name(index))))
 
     def serving_time_estimator(self, index: int) -> ServingTimeEstimatorCalls:
-        name = serving_time_estimator_name(index)
-        estimator: ServingTimeEstimatorCalls = stub(ServingTimeEstimatorCalls, self.peer(name))
-        return estimator
+        peer = self.peer(serving_time_estimator_name(index))
+        return cast(ServingTimeEstimatorCalls, stub(ServingTimeEstimatorCalls, peer))
 
     def image_encoder(self, index: int) -> ImageEncoderCalls:
-        encoder: ImageEncoderCalls = stub(ImageEncoderCalls, self.peer(image_encoder_name(index)))
-        return encoder
+        return cast(ImageEncoderCalls, stub(ImageEncoderCalls, self.peer(image_encoder_name(index))))
 
     def log_store(self) -> LogStoreCalls:
-        log_store: LogStoreCalls = stub(LogStoreCalls, self.peer(LOG_STORE))
-        return log_store
+        return cast(LogStoreCalls, stub(LogStoreCalls, self.peer(LOG_STORE)))
 
     def stream_store(self) -> StreamStoreCalls:
-        stream_store: StreamStoreCalls = stub(StreamStoreCalls, self.peer(STREAM_STORE))
-        return stream_store
+        return cast(StreamStoreCalls, stub(StreamStoreCalls, self.peer(STREAM_STORE)))
 
     def supervisor(self) -> SupervisorCalls:
-        supervisor: SupervisorCalls = stub(SupervisorCalls, self.peer(SUPERVISOR))
-        return supervisor
+        return cast(SupervisorCalls, stub(SupervisorCalls, self.peer(SUPERVISOR)))
 
     def peer(self, name: str) -> Peer:
         """Returns the component of that name, here or elsewhere, for messages that are encoded already."""
@@ -172,8 +164,7 @@ class PeerBook:
 
     def host(self, host: str) -> HostCalls:
         """Returns the process of that name, for messages about all of its components."""
-        calls: HostCalls = stub(HostCalls, RemotePeer(HOST, self.actor(host)))
-        return calls
+        return cast(HostCalls, stub(HostCalls, RemotePeer(HOST, self.actor(host))))
 
     def actor(self, host: str) -> RemoteActor:
         """Returns the actor of the process of that name."""
@@ -221,12 +212,26 @@ class Site:
         return PeerBook(self.placement, local, host, delay_s, self.namespace)
 
 
+async def answer_of(call: Awaitable[T]) -> T | None:
+    """Returns the answer to a message; None from a component that is away."""
+    try:
+        return await call
+    except PeerLost:
+        return None
+
+
+async def reaches(call: Awaitable[None]) -> bool:
+    """Returns whether a message that has no answer reaches its component."""
+    try:
+        await call
+    except PeerLost:
+        return False
+    return True
+
+
 async def current_counts(peers: PeerBook, known: ComponentCounts) -> ComponentCounts:
     """Returns the Supervisor's present counts; ``known`` while there is no Supervisor."""
-    try:
-        return await peers.supervisor().counts()
-    except PeerLost:
-        return known
+    return await answer_of(peers.supervisor().counts()) or known
 
 
 async def wait_for(event: asyncio.Event, timeout_s: float) -> None:

@@ -41,17 +41,12 @@ A process that hangs as a whole is ended sooner, and its connections with it."""
 
 
 class RemoteActor:
-    """An actor by name; its handle is looked up when needed, and again after a loss.
+    """An actor by name; its handle is looked up when needed, and again after a loss."""
 
-    Args:
-        local: Whether messages go over a socket if the actor is on this node.
-    """
-
-    def __init__(self, host: str, namespace: str = NAMESPACE, *, local: bool = True) -> None:
+    def __init__(self, host: str, namespace: str = NAMESPACE) -> None:
         self._host = host
         self._namespace = namespace
         self._handle: Any = None
-        self._local = local
         self._link: LocalLink | None = None
         self._linked_to: Any = None  # the handle that was last asked for its address
         self._linking = asyncio.Lock()
@@ -96,8 +91,6 @@ class RemoteActor:
 
     async def _connected(self) -> LocalLink | None:
         """Returns a link to the actor that has the name now; None if no link is possible."""
-        if not self._local:
-            return None
         self._num_linking += 1
         try:
             async with self._linking:  # first come, first served

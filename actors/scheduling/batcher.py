@@ -9,17 +9,17 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 
 from farsight.actors.log.log_outbox import LogOutbox
-from farsight.actors.runtime.component import ComponentContext
+from farsight.actors.runtime.component import Component, ComponentContext
 from farsight.actors.runtime.metrics import BatchMetrics
 from farsight.actors.runtime.names import initial_counts
-from farsight.actors.runtime.peer import PeerLost, again_and_again, current_counts, wait_for
+from farsight.actors.runtime.peer import again_and_again, answer_of, current_counts, reaches, wait_for
 from farsight.actors.scheduling.event_recorder import EventRecorder, recorded
 from farsight.actors.scheduling.router import FleetShell
 from farsight.core.costs import profile_cost
 from farsight.core.decisions import Decision
 from farsight.core.forecast import ForecastsMade
 from farsight.core.messages.fleet import ReplicaState
-from farsight.core.messages.log import FinishedBatch, FinishedBatches
+from farsight.core.messages.log import FinishedBatch, LogRecords
 from farsight.core.messages.step_times import BatchShape, BatchShapes, ServedBatchTime, ServedBatchTimes
 from farsight.estimator.knn import padded_batch_s
 from farsight.estimator.profile_file import known_cost
@@ -109,11 +109,9 @@ class EstimatedTimes:
         if len(self._known_s) > MAX_SHAPES:
             self._known_s.clear()
         self._current.clear()
-        try:
-            reply = await self._peers.serving_time_estimator(0).profile()
-        except PeerLost:
-            return  # the last profile still holds
-        measured = [row for row in reply.profiles if row.num_samples >= MIN_SAMPLES]
+        reply = await answer_of(self._peers.serving_time_estimator(0).profile())
+        rows = () if reply is None else reply.profiles  # the last profile still holds
+        measured = [row for row in rows if row.num_samples >= MIN_SAMPLES]
         if measured:
             self._cost = profile_cost(max(measured, key=lambda row: row.num_samples))
 
@@ -123,10 +121,7 @@ class EstimatedTimes:
         if not served:
             return
         for index in range(self._counts.serving_time_estimators):
-            try:
-                await self._peers.serving_time_estimator(index).observe_batches(ServedBatchTimes(served))
-            except PeerLost:
-                continue
+            await reaches(self._peers.serving_time_estimator(index).observe_batches(ServedBatchTimes(served)))
 
     async def _ask(self) -> None:
         """Asks the estimators in turn; if one is away, the next one is asked about the same batches."""
@@ -137,13 +132,11 @@ class EstimatedTimes:
         question = BatchShapes(tuple(BatchShape(*shape) for shape in shapes))
         for _ in range(self._counts.serving_time_estimators):
             index = next(self._turns) % self._counts.serving_time_estimators
-            try:
-                answer = await self._peers.serving_time_estimator(index).estimate_batches(question)
-            except PeerLost:
-                continue
-            self._known_s.update(zip(shapes, answer.seconds, strict=True))
-            self._current.update(shapes)
-            return
+            answer = await answer_of(self._peers.serving_time_estimator(index).estimate_batches(question))
+            if answer is not None:
+                self._known_s.update(zip(shapes, answer.seconds, strict=True))
+                self._current.update(shapes)
+                return
         await asyncio.sleep(UNANSWERED_PAUSE_S)  # otherwise each event would ask again
 
 
@@ -172,7 +165,8 @@ class Batcher(FleetShell):
         super().__init__(context, self._batches, self._tell_and_note)
         self._due_changed = asyncio.Event()
         self._life = uuid.uuid4().hex[:12]
-        self._log = LogOutbox(context.peers.log_store().append_batches, FinishedBatches, context.degraded)
+        append = context.peers.log_store().append
+        self._log = LogOutbox[FinishedBatch](append, lambda ended: LogRecords(batches=ended), context.degraded)
         self._metrics = BatchMetrics(context.registry, context.config.model.name)
         self._counted_splits = 0
         self._num_ended = 0
@@ -200,7 +194,7 @@ class Batcher(FleetShell):
 
     def recent(self) -> Iterable[Decision]:
         """Returns decisions about batches, not about single placements."""
-        return self.noted
+        return Component.recent(self)
 
     @property
     def work_done(self) -> Mapping[str, float]:

@@ -6,14 +6,15 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from farsight.actors.calls.scheduling import LengthPredictorCalls, RouterCalls, SchedulerCalls
 from farsight.actors.runtime.component import Component, ComponentContext
 from farsight.actors.runtime.metrics import QueueDelay
 from farsight.actors.runtime.names import ROUTER, initial_counts
-from farsight.actors.runtime.peer import PeerLost, current_counts
+from farsight.actors.runtime.peer import PeerLost, answer_of, current_counts
 from farsight.actors.scheduling.event_recorder import Handle
 from farsight.core.costs import StepCost, profile_cost
 from farsight.core.decisions import Decision, DecisionPacker, Facts, on_clock, pack_decisions
@@ -68,6 +69,8 @@ from farsight.policies.presets import max_running
 from farsight.policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from farsight.policies.replica.live_view import MAX_ENDED
 from farsight.policies.settings import PolicySettings
+
+T = TypeVar("T")
 
 TICK_S = 1.0
 """Seconds between two reads of the forecast, and between two searches for silent ingress replicas."""
@@ -127,7 +130,6 @@ class FleetShell(Component, RouterCalls):
         self._follows_prefixes = caches and follows_prefixes(context.config.scheduler)
         self._schedulers: dict[str, SchedulerCalls] = {}
         self._ingresses: dict[str, _IngressReplica] = {}
-        self._asking: set[asyncio.Task[None]] = set()
         self._handled_at: float | None = None
         self._notes = PlacementStats()
         self._packer = DecisionPacker()
@@ -138,11 +140,6 @@ class FleetShell(Component, RouterCalls):
 
     async def start(self) -> None:
         self.spawn(self._tick())
-
-    async def stop(self) -> None:
-        for task in self._asking:
-            task.cancel()
-        await super().stop()
 
     async def submit(self, submit: Submit) -> SubmitReply:
         requests = submit.requests
@@ -200,7 +197,7 @@ class FleetShell(Component, RouterCalls):
     async def ingress_rows(self) -> ComponentRows:
         now = time.monotonic()
         rows = [
-            row if now - seen.heard_at < LOST_AFTER_S else _lost(row)
+            row if now - seen.heard_at < LOST_AFTER_S else replace(row, state="lost", degraded="")
             for seen in self._ingresses.values()
             if (row := seen.row) is not None
         ]
@@ -295,7 +292,7 @@ class FleetShell(Component, RouterCalls):
                 case AskReplica(name, keys):
                     calls.append(asyncio.create_task(self._ask(name, keys, answers)))
                 case AskCache(name):
-                    self._ask_cache(name)
+                    self.spawn_aside(self._hear_cache(name))  # without an answer the machine asks again
                 case ReportLost(ingress_id, keys):
                     answers.lost.setdefault(ingress_id, []).extend(keys)
                 case RefuseRequest(request_id, attempt, field_name, message):
@@ -307,14 +304,10 @@ class FleetShell(Component, RouterCalls):
     async def _place(self, name: str, requests: Iterable[Request], answers: Answers) -> None:
         requests = tuple(requests)
         placements = tuple(self._placement(request) for request in requests)
-        try:
-            reply = await self._scheduler(name).submit(Submit(requests, placements))
-        except PeerLost:
-            # The next announcement finds that the requests which were placed there are missing.
-            answers.add(await self._lose_scheduler(name))
-            return
-        answers.refusals += reply.refusals
-        answers.promises += reply.promises
+        reply = await self._reach(name, self._scheduler(name).submit(Submit(requests, placements)), answers)
+        if reply is not None:  # else the next announcement finds that the requests which were placed there are missing
+            answers.refusals += reply.refusals
+            answers.promises += reply.promises
 
     def _placement(self, request: Request) -> bytes:
         """Notes a placement; returns the packed decision for the request's trace, empty if the request has none."""
@@ -330,51 +323,23 @@ class FleetShell(Component, RouterCalls):
         return self._packer.pack("placed", placed_at, facts)
 
     async def _explain_on(self, name: str, query: TraceQuery) -> tuple[RequestTrace, ...]:
-        try:
-            return (await self._scheduler(name).explain(query)).records
-        except PeerLost:
-            await self._lose_scheduler(name)
-            return ()
+        told = await self._reach(name, self._scheduler(name).explain(query))
+        return () if told is None else told.records
 
     async def _foresee_on(self, name: str, made: list[ForecastMade]) -> None:
-        try:
-            await self._scheduler(name).foresee(ForecastsMade(tuple(made)))
-        except PeerLost:
-            await self._lose_scheduler(name)
+        await self._reach(name, self._scheduler(name).foresee(ForecastsMade(tuple(made))))
 
     async def _abort_on(self, name: str, keys: tuple[Key, ...]) -> None:
-        try:
-            await self._scheduler(name).abort(Keys(keys))
-        except PeerLost:
-            await self._lose_scheduler(name)
+        await self._reach(name, self._scheduler(name).abort(Keys(keys)))
 
     async def _ask(self, name: str, keys: tuple[Key, ...], answers: Answers) -> None:
-        try:
-            unknown = (await self._scheduler(name).unknown(Keys(keys))).keys
-        except PeerLost:
-            answers.add(await self._lose_scheduler(name))
-            return
-        if unknown:
-            answers.add(await self._handle(KeysUnknown(name, unknown)))
-
-    def _ask_cache(self, name: str) -> None:
-        """Asks a Scheduler for its cache in a task of its own; without an answer the machine asks again."""
-        task = asyncio.create_task(self._hear_cache(name))
-        self._asking.add(task)
-        task.add_done_callback(self._has_asked)
-
-    def _has_asked(self, task: asyncio.Task[None]) -> None:
-        self._asking.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._task_ended(task)
+        unknown = await self._reach(name, self._scheduler(name).unknown(Keys(keys)), answers)
+        if unknown is not None and unknown.keys:
+            answers.add(await self._handle(KeysUnknown(name, unknown.keys)))
 
     async def _hear_cache(self, name: str) -> None:
-        try:
-            reply = await self._scheduler(name).cached()
-        except PeerLost:
-            await self._lose_scheduler(name)
-            return
-        if reply.notice is not None:
+        reply = await self._reach(name, self._scheduler(name).cached())
+        if reply is not None and reply.notice is not None:
             await self._handle(KVCacheChanged(name, reply.worker_incarnation, (reply.notice,)))
 
     def _scheduler(self, replica: str) -> SchedulerCalls:
@@ -382,9 +347,19 @@ class FleetShell(Component, RouterCalls):
             self._schedulers[replica] = self.context.peers.scheduler(replica)
         return self._schedulers[replica]
 
-    async def _lose_scheduler(self, name: str) -> Answers:
-        """Stops placements on a replica until its Scheduler reports again; the replica's worker runs on meanwhile."""
-        return await self._handle(ReplicaAway(name))
+    async def _reach(self, name: str, call: Awaitable[T], answers: Answers | None = None) -> T | None:
+        """Returns what a Scheduler answers; None if it is away.
+
+        Its replica then gets no requests until it reports again; the replica's worker runs on meanwhile. ``answers``
+        gets what follows from that.
+        """
+        try:
+            return await call
+        except PeerLost:
+            lost = await self._handle(ReplicaAway(name))
+            if answers is not None:
+                answers.add(lost)
+            return None
 
     def _hear(self, ingress_id: str) -> _IngressReplica:
         seen = self._ingresses.setdefault(ingress_id, _IngressReplica(0.0))
@@ -417,11 +392,8 @@ class FleetShell(Component, RouterCalls):
             await self._handle(IngressLost(ingress_id))
 
     async def _learn(self, predictor: LengthPredictorCalls) -> None:
-        try:
-            forecast = await predictor.forecast()
-        except PeerLost:
-            return  # the last forecast still holds
-        if forecast.num_samples:
+        forecast = await answer_of(predictor.forecast())
+        if forecast is not None and forecast.num_samples:  # else the last forecast still holds
             await self._handle(HistoryLearned(forecast))
 
     def _outlook(self) -> LoadSnapshot:
@@ -476,10 +448,4 @@ def _left(request: Request, since: float, now: float) -> EndedRequest:
         predicted_len=None if forecast is None else forecast.mean,
         took_s=now - since,
         most_len=None if forecast is None else forecast.quantiles[QUANTILES.index(0.9)],
-    )
-
-
-def _lost(row: ComponentStatus) -> ComponentStatus:
-    return ComponentStatus(
-        row.name, row.kind, row.pid, row.node, "lost", row.queue, row.last_step_age_s, row.restarts, row.http_port
     )

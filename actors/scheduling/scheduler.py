@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from farsight.actors.calls.scheduling import SchedulerCalls
@@ -14,7 +14,7 @@ from farsight.actors.log.log_outbox import LogOutbox
 from farsight.actors.runtime.component import MAX_RECENT, Component, ComponentContext
 from farsight.actors.runtime.metrics import EngineMetrics, OffloadMetrics
 from farsight.actors.runtime.names import initial_counts
-from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, wait_for
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, current_counts, reaches, wait_for
 from farsight.actors.scheduling.event_recorder import EventRecorder, recorded
 from farsight.core.costs import profile_cost
 from farsight.core.decisions import Decision, on_clock, pack_decisions, unpack_decisions
@@ -23,7 +23,7 @@ from farsight.core.forecast import ForecastsMade
 from farsight.core.messages.fleet import ReplicaNews, ReplicaState
 from farsight.core.messages.kv import OffloadQuestion
 from farsight.core.messages.live import LiveQuery, ReplicaLive
-from farsight.core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from farsight.core.messages.log import LogRecords, RequestTrace, RequestTraces, TraceQuery
 from farsight.core.messages.plans import (
     CacheReply,
     FinishedSequence,
@@ -139,7 +139,8 @@ class Scheduler(Component, SchedulerCalls):
         self._counted_offloads = OffloadTally()
         self._num_started = self._num_ended = self._num_plans = 0
         self._closed: deque[bytes] = deque(maxlen=MAX_RECENT)
-        self._traces = LogOutbox(context.peers.log_store().append_traces, RequestTraces, context.degraded)
+        append = context.peers.log_store().append
+        self._traces = LogOutbox[RequestTrace](append, lambda traces: LogRecords(traces=traces), context.degraded)
 
     async def start(self) -> None:
         own = (self._lease, self._push_plans, self._ask_about_kv, self._tell_router, self._tell_events, self._feed)
@@ -322,7 +323,7 @@ class Scheduler(Component, SchedulerCalls):
             if self._plan is not None:
                 pushed_at = time.monotonic()
                 self._num_plans += 1
-                await self._try(self._worker.push_plan(self._plan))  # a new worker gets a new plan
+                await reaches(self._worker.push_plan(self._plan))  # a new worker gets a new plan
 
     async def _ask_about_kv(self) -> None:
         """Asks the KVOffloadManager one question after the other; no decision waits for it beyond the deadline."""
@@ -354,7 +355,7 @@ class Scheduler(Component, SchedulerCalls):
             refusals, self._late_refusals = tuple(self._late_refusals), []
             broken = tuple(self._broken)
             state = ReplicaState(self._replica, self._ready, refusals, broken, self._resting, self._told_seq)
-            told = await self._try(router.replica_state(state))
+            told = await reaches(router.replica_state(state))
             if told:
                 del self._broken[: len(broken)]
             else:
@@ -368,7 +369,7 @@ class Scheduler(Component, SchedulerCalls):
             await self._events_due.wait()
             await asyncio.sleep(0.0 if self._in_batches else NEWS_S)
             self._events_due.clear()
-            await self._try(router.replica_news(self._take_news()))
+            await reaches(router.replica_news(self._take_news()))
 
     def _take_news(self) -> ReplicaNews:
         incarnation = "" if self._ready is None else self._ready.worker_incarnation
@@ -392,7 +393,7 @@ class Scheduler(Component, SchedulerCalls):
             self._count()
             if self._report is not None:
                 report, self._report = self._report, None
-                await self._try(kv.observe(report))
+                await reaches(kv.observe(report))
             if len(self._samples) >= MIN_SAMPLES:
                 samples = StepSamples(self._replica, tuple(self._samples))
                 self._samples.clear()
@@ -418,12 +419,3 @@ class Scheduler(Component, SchedulerCalls):
             tally.refused - known.refused,
         )
         self._counted_offloads = replace(tally)
-
-    @staticmethod
-    async def _try(call: Awaitable[None]) -> bool:
-        """Returns whether the peer received the message."""
-        try:
-            await call
-        except PeerLost:
-            return False
-        return True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from farsight.actors.runtime.names import SCALABLE, host_of, length_predictor_name, own_replicas
-from farsight.actors.runtime.peer import PeerBook, PeerLost
+from farsight.actors.runtime.peer import PeerBook, answer_of
 from farsight.core.config.engine import ModelConfig
 from farsight.core.config.load import FarsightConfig
 from farsight.core.errors import FarsightError, MessageError
@@ -188,9 +188,8 @@ class Autoscaler:
         """Scales replicas by the queue delay that the Router predicts."""
         while True:
             await asyncio.sleep(LOOK_S)
-            try:
-                outlook = await self._peers.router().outlook()
-            except PeerLost:
+            outlook = await answer_of(self._peers.router().outlook())
+            if outlook is None:
                 continue  # the Router is down and is restarted first
             count = self._counts().replicas
             wanted = scaler.wanted(outlook, count, time.monotonic())
@@ -225,9 +224,8 @@ class Autoscaler:
         for index in range(num):
             name = length_predictor_name(index)
             host = self._peers.host(host_of(name, self._peers.placement))
-            try:
-                rows = (await host.rows()).components
-            except PeerLost:
+            rows = await answer_of(host.rows())
+            if rows is None:
                 return None
-            queues += [row.queue for row in rows if row.name == name]
+            queues += [row.queue for row in rows.components if row.name == name]
         return queues if len(queues) == num else None

@@ -34,7 +34,7 @@ from farsight.actors.runtime.names import (
     own_replicas,
     wanted_components,
 )
-from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, again_and_again
+from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, again_and_again, answer_of, reaches
 from farsight.actors.runtime.shared_rows import drop_rows_of
 from farsight.actors.runtime.watching import ClusterStore, watched
 from farsight.actors.supervision.autoscaling import Autoscaler, scaled, takes_requests, without_drains
@@ -240,7 +240,7 @@ class Supervisor(Component, SupervisorCalls):
             await self._end_component(component)
             await asyncio.to_thread(drop_rows_of, component)
         for replica in given_up:
-            await self._forget(replica)
+            await reaches(self.context.peers.router().forget(ReplicaName(replica)))  # a new Router does not know it
             await asyncio.to_thread(remove_rank_group, replica, self._site)
             await self._homes.forget(replica)
         await self._store.put(_COUNTS, encode(counts))
@@ -456,28 +456,17 @@ class Supervisor(Component, SupervisorCalls):
             except FarsightError:  # the replica cannot start
                 await self._change(before)
                 raise
-        with contextlib.suppress(PeerLost):  # a new Router does not know that the replica drained
-            await self.context.peers.router().end_drain(ReplicaName(replica))
+        await reaches(self.context.peers.router().end_drain(ReplicaName(replica)))  # a new Router knows of no drain
 
     async def _drain(self, replica: str, drain_s: float, goes_on: Callable[[], bool]) -> None:
         """Stops new placements on the replica and waits for its requests; the rest is resumed elsewhere."""
         router = self.context.peers.router()
         deadline = time.monotonic() + drain_s
         while goes_on():
-            try:
-                if (await router.drain(ReplicaName(replica))).count == 0:
-                    return
-            except PeerLost:
-                pass
-            if time.monotonic() > deadline:
+            left = await answer_of(router.drain(ReplicaName(replica)))
+            if time.monotonic() > deadline or (left is not None and left.count == 0):
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
-
-    async def _forget(self, replica: str) -> None:
-        try:
-            await self.context.peers.router().forget(ReplicaName(replica))
-        except PeerLost:
-            return  # the Router is down; its successor does not know the replica
 
     async def _end_component(self, component: str) -> None:
         host = host_of(component, self._site.placement)

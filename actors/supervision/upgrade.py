@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
 
 import ray
 
@@ -26,6 +25,7 @@ from farsight.actors.runtime.names import (
 from farsight.actors.runtime.peer import Site
 from farsight.actors.runtime.watching import ClusterStore
 from farsight.actors.supervision.autoscaling import without_drains
+from farsight.actors.supervision.ingress_reports import IngressReports
 from farsight.core.codec import decode, encode
 from farsight.core.config.load import FarsightConfig
 from farsight.core.config.rolling import (
@@ -58,16 +58,6 @@ _STATE = "weights"
 _MAX_CONFIG_BYTES = 1 << 20
 
 
-class Ingresses(Protocol):
-    """The reports of the ingress replicas."""
-
-    def model_version(self) -> int | None:
-        """Returns the lowest weights version that new requests get; None without an ingress replica."""
-
-    def oldest_version(self) -> int | None:
-        """Returns the lowest weights version of an open request; None without an ingress replica."""
-
-
 class RollingUpgrade:
     """The weights and settings of each replica, and the change from one version of them to the next.
 
@@ -88,7 +78,7 @@ class RollingUpgrade:
         self,
         store: ClusterStore,
         model_dir: str,
-        ingresses: Ingresses,
+        ingresses: IngressReports,
         counts: Callable[[], ComponentCounts],
         change: Callable[[ComponentCounts], Awaitable[None]],
         renew: Callable[[str], Awaitable[None]],

@@ -13,7 +13,7 @@ from farsight.actors.worker.step_loop import FIRST_STEPS_S, MOST_TIMES
 from farsight.core.costs import ImageCost
 from farsight.core.messages.step_times import StepSample
 from farsight.core.processors import encoder_threads
-from farsight.engine.vision.geometry import PreparedImage
+from farsight.engine.vision.geometry import ImageGeometry, PreparedImage
 from farsight.estimator.step_profile import MIN_SAMPLES, StepProfile
 
 TERMS = ("batch", "token", "pair")
@@ -71,7 +71,8 @@ BATCHES = (1, 2, 4)
 class Tower(Protocol):
     """``engine.vision.model.VisionModel``, or its emulation."""
 
-    def prepare(self, rgb: np.ndarray) -> PreparedImage: ...
+    @property
+    def geometry(self) -> ImageGeometry: ...
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]: ...
 
@@ -97,7 +98,7 @@ def measure_tower(tower: Tower, rounds: int, clock: Callable[[], float] = time.p
 
 def _batches(tower: Tower) -> list[list[PreparedImage]]:
     draw = np.random.default_rng(0)
-    images = [tower.prepare(draw.integers(0, 256, (side, side, 3), np.uint8)) for side in SIDES]
+    images = [tower.geometry.prepare(draw.integers(0, 256, (side, side, 3), np.uint8)) for side in SIDES]
     by_tokens = {image.num_tokens: image for image in images}
     return [[image] * count for image in by_tokens.values() for count in BATCHES]
 

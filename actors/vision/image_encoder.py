@@ -18,14 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import ray
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from farsight.actors.calls.scheduling import ImageEncoderCalls
 from farsight.actors.pulse import read_clock
 from farsight.actors.runtime.component import Component, ComponentContext
+from farsight.actors.runtime.metrics import family
 from farsight.actors.runtime.peer import again_and_again
 from farsight.actors.runtime.shared_rows import rows_directory
 from farsight.actors.vision.encoding_cost import TERMS, EncodingCost
@@ -46,29 +47,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class RowCache(Protocol):
-    """Rows by the name that ``engine.vision.row_files.rows_name`` makes."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all rows."""
-        ...
-
-    def find(self, name: str) -> EncodedImage | None:
-        """Returns the rows of a picture without its digest, and marks them as most recently used."""
-        ...
-
-    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
-        """Keeps the rows of a picture, in place of others; returns the image as answers are to describe it."""
-        ...
-
-    def sweep(self) -> None:
-        """Drops rows that no request asks for any more; called from time to time."""
-        ...
-
-
 class CarriedRows:
-    """Rows in the memory of this process; each answer carries them.
+    """Rows in the memory of this process, by the names that ``rows_name`` makes; each answer carries them.
+
+    Has the interface of ``RowStore``.
 
     Args:
         max_bytes: Most bytes of all rows; 0 keeps none.
@@ -80,13 +62,14 @@ class CarriedRows:
         self.num_bytes = 0
 
     def find(self, name: str) -> EncodedImage | None:
+        """Returns the rows of a picture, and marks them as most recently used."""
         found = self._kept.get(name)
         if found is not None:
             self._kept.move_to_end(name)
         return found
 
     def keep(self, name: str, image: EncodedImage) -> EncodedImage:
-        """Implements ``RowCache.keep``; does not keep rows larger than the whole cache."""
+        """Keeps the rows of a picture, in place of others; no rows larger than the whole cache."""
         size = len(image.embeddings)
         if name not in self._kept and size <= self._max_bytes:
             self._kept[name] = image
@@ -96,39 +79,8 @@ class CarriedRows:
             self.num_bytes -= len(dropped.embeddings)
         return image
 
-    def sweep(self) -> None:
+    def sweep(self, now: float) -> None:
         """Does nothing: no rows outlive their process."""
-
-
-class SharedRows:
-    """Rows in files; each answer names its file.
-
-    Args:
-        store: The store in the directory that the service shares.
-    """
-
-    def __init__(self, store: RowStore) -> None:
-        self._store = store
-
-    @property
-    def num_bytes(self) -> int:
-        return self._store.num_bytes
-
-    def find(self, name: str) -> EncodedImage | None:
-        found = self._store.find(name)
-        return None if found is None else EncodedImage(b"", found.num_tokens, found.grid, rows=name)
-
-    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
-        """Implements ``RowCache.keep``; the answer carries rows that cannot be written."""
-        try:
-            self._store.keep(name, image.num_tokens, image.grid, image.embeddings)
-        except OSError as error:
-            logger.warning("rows of a picture cannot be written, and go with its request: %s", error)
-            return image
-        return EncodedImage(image.digest, image.num_tokens, image.grid, rows=name)
-
-    def sweep(self) -> None:
-        self._store.sweep(time.time())
 
 
 MAX_BATCH = 16
@@ -164,7 +116,16 @@ class ImageEncoder(Component, ImageEncoderCalls):
     def __init__(self, context: ComponentContext) -> None:
         super().__init__(context)
         self._settings = context.config.images
-        self._metrics = _metrics(context.registry)
+        registry = context.registry
+        text = "Pictures of requests: encoded, cached (encoded before), or refused."
+        self._images = family(registry, Counter, "farsight:images", text, ("outcome",))
+        text = "Pictures encoded together."
+        self._batches = family(registry, Histogram, "farsight:image_batch_size", text, buckets=_BATCHES)
+        text = "Time of encoding them."
+        self._times = family(registry, Histogram, "farsight:image_batch_seconds", text, buckets=_TIMES_S)
+        self._kept = family(registry, Gauge, "farsight:image_cache_bytes", "Rows that are kept.")
+        text = "Fitted seconds of a batch of pictures, of each of its tokens, and of each pair of tokens of a picture."
+        self._costs = family(registry, Gauge, "farsight:image_cost_seconds", text, ("encoder", "term"))
         self._cache = _cache(self._settings.cache_mib * _MIB, context.name)
         self._thread = ThreadPoolExecutor(1, "tower")
         self._preparing = ThreadPoolExecutor(1, "pixels")
@@ -232,7 +193,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         if found is None and name in self._open:
             found = await asyncio.shield(self._open[name])
         if found is not None:
-            self._metrics.images.labels("refused" if found.problem else "cached").inc()
+            self._images.labels("refused" if found.problem else "cached").inc()
             return dataclasses.replace(found, digest=file.digest, is_cached=True)
         task = asyncio.create_task(self._fresh(file, name))
         self._open[name] = task
@@ -243,8 +204,8 @@ class ImageEncoder(Component, ImageEncoderCalls):
     def _done(self, name: str, task: asyncio.Future[EncodedImage]) -> None:
         del self._open[name]
         if not task.cancelled() and task.exception() is None:
-            self._metrics.images.labels("refused" if task.result().problem else "encoded").inc()
-            self._metrics.kept.set(self._cache.num_bytes)
+            self._images.labels("refused" if task.result().problem else "encoded").inc()
+            self._kept.set(self._cache.num_bytes)
 
     async def _fresh(self, file: ImageFile, name: str) -> EncodedImage:
         async with self._room:
@@ -261,12 +222,12 @@ class ImageEncoder(Component, ImageEncoderCalls):
         vision = await asyncio.shield(self._built)
         async with self._decoding:
             rgb = await asyncio.wrap_future(self._decoder.submit(file.data))
-            return await asyncio.get_running_loop().run_in_executor(self._preparing, vision.prepare, rgb)
+            return await asyncio.get_running_loop().run_in_executor(self._preparing, vision.geometry.prepare, rgb)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await asyncio.to_thread(self._cache.sweep)
+            await asyncio.to_thread(self._cache.sweep, time.time())
 
     async def _run(self) -> None:
         """Encodes the waiting pictures together; never returns."""
@@ -294,10 +255,10 @@ class ImageEncoder(Component, ImageEncoderCalls):
         self._encoded_at = time.monotonic()
         seconds = self._encoded_at - began
         self._cost.add(tokens, seconds)
-        self._metrics.batches.observe(len(tokens))
-        self._metrics.times.observe(seconds)
+        self._batches.observe(len(tokens))
+        self._times.observe(seconds)
         for term, value_s in zip(TERMS, self._cost.coefficients(), strict=True):
-            self._metrics.cost.labels(self.name, term).set(value_s)
+            self._costs.labels(self.name, term).set(value_s)
 
     async def _encoded(self, images: Sequence[PreparedImage]) -> list[bytes]:
         vision = self._built.result()
@@ -305,40 +266,9 @@ class ImageEncoder(Component, ImageEncoderCalls):
         return await loop.run_in_executor(self._thread, lambda: [vision.packed(rows) for rows in vision.encode(images)])
 
 
-@dataclass(frozen=True, slots=True)
-class _EncoderMetrics:
-    images: Counter
-    batches: Histogram
-    times: Histogram
-    kept: Gauge
-    cost: Gauge
-
-
-@functools.cache
-def _metrics(registry: CollectorRegistry) -> _EncoderMetrics:
-    """Makes the metrics once for each registry: several encoders may share a process."""
-    return _EncoderMetrics(
-        Counter(
-            "farsight:images",
-            "Pictures of requests: encoded, cached (encoded before), or refused.",
-            ("outcome",),
-            registry=registry,
-        ),
-        Histogram("farsight:image_batch_size", "Pictures encoded together.", registry=registry, buckets=_BATCHES),
-        Histogram("farsight:image_batch_seconds", "Time of encoding them.", registry=registry, buckets=_TIMES_S),
-        Gauge("farsight:image_cache_bytes", "Rows that are kept.", registry=registry),
-        Gauge(
-            "farsight:image_cost_seconds",
-            "Fitted seconds of a batch of pictures, of each of its tokens, and of each pair of tokens of a picture.",
-            ("encoder", "term"),
-            registry=registry,
-        ),
-    )
-
-
-def _cache(max_bytes: int, owner: str) -> RowCache:
+def _cache(max_bytes: int, owner: str) -> CarriedRows | RowStore:
     directory = rows_directory()
-    return CarriedRows(max_bytes) if directory is None else SharedRows(RowStore(directory, max_bytes, owner))
+    return CarriedRows(max_bytes) if directory is None else RowStore(directory, max_bytes, owner)
 
 
 def _load(model_dir: Path, config: FarsightConfig) -> VisionModel | EmulatedVision:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import gc
 import logging
 import os
@@ -22,17 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import Counter, Histogram
 
 from farsight.actors.calls.scheduling import RankTicket, WorkerCalls
 from farsight.actors.pulse import read_clock
 from farsight.actors.runtime.component import Component, ComponentContext
-from farsight.actors.runtime.metrics import EngineMetrics
+from farsight.actors.runtime.metrics import EngineMetrics, family
 from farsight.actors.runtime.peer import wait_for
 from farsight.actors.runtime.shared_rows import rows_directory
 from farsight.actors.worker.step_loop import Step, StepBounds, StepLoop
 from farsight.actors.worker.token_channels import POLL_TIMEOUT_S, TICK_S, TokenChannels
-from farsight.core.errors import RankLost
 from farsight.core.messages.plans import Plan, ReportPoll, StepReport, WorkerState
 from farsight.core.messages.status import Work
 from farsight.core.messages.step_times import StepSample
@@ -91,7 +89,15 @@ class ModelWorker(Component, WorkerCalls):
         self._stepped_at: float | None = None
         self._loaded: float | None = None
         self._metrics = EngineMetrics(context.registry, context.config.model.name, context.index)
-        self._gaps, self._model_cpu, self._ooms, self._cut_off = _step_metrics(context.registry)
+        registry = context.registry
+        text = "Between the end of a step and the beginning of the next, while there is work."
+        self._gaps = family(registry, Histogram, "farsight:step_gap_seconds", text, buckets=_GAP_BUCKETS_S)
+        text = "CPU time of the model's forward passes."
+        self._model_cpu = family(registry, Counter, "farsight:model_cpu_seconds", text)
+        text = "Times the device ran out of memory in a step, which was then computed in parts."
+        self._ooms = family(registry, Counter, "farsight:device_ooms", text)
+        text = "Steps cut off by scheduler.mlfq = preemption."
+        self._cut_off = family(registry, Counter, "farsight:steps_cut_off", text)
         self._num_ooms = 0  # already in the metric
         self._num_steps = self._num_prefilled = self._num_decoded = 0
 
@@ -144,12 +150,8 @@ class ModelWorker(Component, WorkerCalls):
         mesh = Mesh(model.tensor_parallel, model.pipeline_parallel, model.expert_parallel)
         gathering = Gathering(mesh.size, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._ticket.set_result(RankTicket(gathering.ticket.host, gathering.ticket.port, gathering.ticket.key))
-        return Ranks(mesh, gathering, lambda error: loop.call_soon_threadsafe(self._rank_lost, error))
-
-    def _rank_lost(self, error: RankLost) -> None:
-        """Ends the replica as a whole: no rank could go on without the others."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
+        # A lost rank ends the replica as a whole: none could go on without the others.
+        return Ranks(mesh, gathering, lambda error: loop.call_soon_threadsafe(self.fail, error))
 
     async def gather(self) -> RankTicket:
         return await asyncio.shield(self._ticket)
@@ -316,25 +318,6 @@ class ModelWorker(Component, WorkerCalls):
         self._report_due.set()
 
 
-@functools.cache
-def _step_metrics(registry: CollectorRegistry) -> tuple[Histogram, Counter, Counter, Counter]:
-    """Makes the metrics of steps once for each registry: workers of emulated devices may share a process."""
-    gaps = Histogram(
-        "farsight:step_gap_seconds",
-        "Between the end of a step and the beginning of the next, while there is work.",
-        registry=registry,
-        buckets=_GAP_BUCKETS_S,
-    )
-    model_cpu = Counter("farsight:model_cpu_seconds", "CPU time of the model's forward passes.", registry=registry)
-    ooms = Counter(
-        "farsight:device_ooms",
-        "Times the device ran out of memory in a step, which was then computed in parts.",
-        registry=registry,
-    )
-    cut_off = Counter("farsight:steps_cut_off", "Steps cut off by scheduler.mlfq = preemption.", registry=registry)
-    return gaps, model_cpu, ooms, cut_off
-
-
 def _build(
     model_dir: Path,
     config: FarsightConfig,
@@ -351,6 +334,7 @@ def _build(
     """
     from farsight.engine.build import build_worker
     from farsight.engine.vision.row_files import SharedEmbeddings
+    from farsight.engine.vision.spans import carried_rows
 
     if config.engine.device == "cpu" and ranks is None:
         bind_to_node(place, compute_threads(config.engine.num_threads, config.model.most_replicas))
@@ -363,7 +347,7 @@ def _build(
         config.model.most_replicas,
         config.scheduler,
         ranks,
-        None if rows is None else SharedEmbeddings(rows),
+        carried_rows if rows is None else SharedEmbeddings(rows).rows,
         progress,
     )
     gc.collect()

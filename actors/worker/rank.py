@@ -7,7 +7,8 @@ the new ranks ask the new rank 0 for its address.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import importlib
+import threading
 from typing import TYPE_CHECKING
 
 from farsight.actors.runtime.component import Component, ComponentContext
@@ -29,27 +30,29 @@ class Rank(Component):
         place = rank_of(context.name)
         assert place is not None, context.name
         self._replica, self._rank = place
-        self._follows = False
+        self._follows = threading.Event()
 
     async def start(self) -> None:
         self.spawn(self._run())
 
     @property
     def state(self) -> str:
-        return "ready" if self._follows else "starting"
+        return "ready" if self._follows.is_set() else "starting"
 
     async def _run(self) -> None:
         """Follows rank 0; raises FarsightError when rank 0 is gone or cannot use this rank."""
-        await asyncio.to_thread(_import_torch)  # takes seconds, and need not wait for rank 0
+        # Imports torch, which takes seconds, and need not wait for rank 0.
+        follower = await asyncio.to_thread(importlib.import_module, "farsight.engine.parallel.follower")
         loop = asyncio.get_running_loop()
         ticket, link = await self._join()
+        lost = RankLost(f"{self.name}: rank 0 is gone")
         await asyncio.to_thread(
-            _follow,
+            follower.follow,
             link,
             ticket,
             self._rank,
-            lambda: loop.call_soon_threadsafe(self._set_follows),
-            lambda: loop.call_soon_threadsafe(self._lost),
+            on_ready=self._follows.set,
+            on_lost=lambda: loop.call_soon_threadsafe(self.fail, lost),
         )
 
     async def _join(self) -> tuple[Ticket, Link]:
@@ -64,22 +67,3 @@ class Rank(Component):
                 return ticket, await asyncio.to_thread(join, ticket, self._rank)
             except (PeerLost, RankLost):
                 await asyncio.sleep(LOOK_AGAIN_S)
-
-    def _set_follows(self) -> None:
-        self._follows = True
-
-    def _lost(self) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(RankLost(f"{self.name}: rank 0 is gone"))
-
-
-def _import_torch() -> None:
-    import farsight.engine.parallel.follower  # noqa: F401
-
-
-def _follow(
-    link: Link, ticket: Ticket, rank: int, on_ready: Callable[[], object], on_lost: Callable[[], object]
-) -> None:
-    from farsight.engine.parallel.follower import follow
-
-    follow(link, ticket, rank, on_ready, on_lost)

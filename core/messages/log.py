@@ -47,13 +47,6 @@ class FinishedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRequests:
-    """-> LogStore."""
-
-    records: tuple[FinishedRequest, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RequestTrace:
     """From a Scheduler, the Router or an ingress: the decisions about one request that the sender knows.
 
@@ -124,13 +117,6 @@ class ForecastRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class ForecastRecords:
-    """-> LogStore."""
-
-    records: tuple[ForecastRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class FinishedBatch:
     """A batch that has run to its end, and its estimated time.
 
@@ -161,10 +147,13 @@ class FinishedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedBatches:
-    """-> LogStore."""
+class LogRecords:
+    """-> LogStore: new records, of any kinds."""
 
-    records: tuple[FinishedBatch, ...]
+    requests: tuple[FinishedRequest, ...] = ()
+    forecasts: tuple[ForecastRecord, ...] = ()
+    batches: tuple[FinishedBatch, ...] = ()
+    traces: tuple[RequestTrace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,13 +242,6 @@ class ArtefactName:
     def __post_init__(self) -> None:
         if self.version is not None:
             _require_version(self.version)
-
-
-@dataclass(frozen=True, slots=True)
-class ArtefactReply:
-    """From the LogStore: the artefact; None if there is no such version, or none is current."""
-
-    artefact: Artefact | None
 
 
 @dataclass(frozen=True, slots=True)

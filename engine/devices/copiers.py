@@ -8,10 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from farsight.core.request import Residency
+from farsight.engine import cuda
+from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.kv_pool import KVPool
-from farsight.engine.runner import Copies
+from farsight.engine.runner import Copier, Copies
 from farsight.kvcache import KVCopy
 
 STAGING_BYTES = 64 * 2**20
@@ -48,15 +51,13 @@ class Stream(Protocol):
     def mark(self) -> Callable[[], None]: ...
 
 
-class HostBlocks:
-    """Blocks in host memory, each contiguous: on the device a block is split over as many places as there are layers.
+def host_blocks(pool: KVPool, num_blocks: int) -> Tensor:
+    """Makes blocks in host memory, each contiguous: on the device a block lies in as many places as there are layers.
 
-    Attributes:
-        data: ``[num_blocks, 2, layers, elements of a block in a layer]``, in the dtype of the pool.
+    Returns:
+        ``[num_blocks, 2, layers, elements of a block in a layer]``, in the dtype of the pool.
     """
-
-    def __init__(self, pool: KVPool, num_blocks: int) -> None:
-        self.data = torch.empty(num_blocks, *pool.block_shape, dtype=pool.dtype)
+    return torch.empty(num_blocks, *pool.block_shape, dtype=pool.dtype)
 
 
 class StreamCopier(Copies):
@@ -66,12 +67,12 @@ class StreamCopier(Copies):
     launched before a copy may still use what the copy reads or overwrites, so the copy runs after that step.
     """
 
-    def __init__(self, device: KVPool, host: HostBlocks, stream: Stream) -> None:
+    def __init__(self, device: KVPool, host: Tensor, stream: Stream) -> None:
         super().__init__()
         self._device = device
-        self._host = host.data
+        self._host = host
         self._stream = stream
-        block = host.data[0]
+        block = host[0]
         num_staged = max(1, STAGING_BYTES // (block.numel() * block.element_size()))
         self._staging = torch.empty(num_staged, *block.shape, dtype=block.dtype, device=device.device)
         self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copies")
@@ -107,3 +108,15 @@ def _raising(error: Exception) -> Callable[[], None]:
         raise error
 
     return work
+
+
+def make_copier(config: DecoderConfig, pool: KVPool, num_host_blocks: int, *, on_gpu: bool) -> Copier | None:
+    """Makes the host pool beside a pool, and the copier between the two; None where the host has no blocks."""
+    if not num_host_blocks:
+        return None
+    if on_gpu:
+        host = host_blocks(pool, num_host_blocks)
+        cuda.pin(host)
+        return StreamCopier(pool, host, cuda.SideStream())
+    host_pool = KVPool(config, num_blocks=num_host_blocks, block_size=pool.block_size, dtype=pool.dtype)
+    return KVCopier(pool, host_pool)

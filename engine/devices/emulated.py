@@ -24,9 +24,9 @@ from farsight.core.errors import ConfigError, InvalidValueError
 from farsight.core.messages.tokens import TokenLogprobs
 from farsight.core.request import Fault, Request, Residency
 from farsight.engine.checkpoint.model_config import DecoderConfig, load_model_config
-from farsight.engine.runner import Copies, Device, num_host_pool_blocks, num_pool_blocks
+from farsight.engine.runner import Copies, Device, Runner, num_host_pool_blocks, num_pool_blocks
 from farsight.engine.sequence import Detokenizer, Sequence
-from farsight.engine.step_results import ItemLogprobs, IterationCutOff, LoggedTokens, NoToken, StepFault
+from farsight.engine.step_results import ItemLogprobs, IterationCutOff, LoggedTokens, NoToken
 from farsight.engine.vision.geometry import ImageGeometry, PreparedImage, load_geometry
 from farsight.estimator.profile_file import DeviceProfile, find_device_profile
 from farsight.kvcache import KVCopy, StepBatch, StepItem
@@ -60,7 +60,7 @@ class Pace:
             self._sleep(left_s)
 
 
-class EmulatedRunner:
+class EmulatedRunner(Runner):
     """Steps that last as long as their predicted cost.
 
     While there is work, a step begins when the one before it was to end, not when the host has got round to it: what
@@ -78,24 +78,8 @@ class EmulatedRunner:
         self._pace = pace or Pace()
         self._free_at = -math.inf
 
-    num_ooms = 0
-
-    def fault(self, error: Exception) -> StepFault:
-        """An emulated device cannot be lost."""
-        return StepFault.UNKNOWN
-
-    def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
-        """Does nothing: there is one step at a time."""
-
-    def look_ahead(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> bool:
-        """Does nothing: a step has no inputs."""
-        return False
-
-    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
-        """Does nothing."""
-
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
-        """A made-up token for each item that samples, when the step is over.
+        """Returns a made-up token for each item that samples, when the step is over.
 
         Raises:
             IterationCutOff: It would have taken longer than ``batch.cut_off_s``.
@@ -125,7 +109,7 @@ class EmulatedRunner:
 
 
 def token_hash(named_ids: SequenceOf[int], request: Request, index: int) -> int:
-    """The origin of the output token of this index: the prompt's token in its place, and the seed unless greedy.
+    """Returns the origin of the output token of this index: the prompt's token in its place, and the seed if drawn.
 
     Nothing else: no batch, attempt or replica changes an answer. Two prompts of one length that differ in some tokens
     have answers that differ in as many places; tokens of unlike pictures differ.
@@ -140,7 +124,7 @@ def token_hash(named_ids: SequenceOf[int], request: Request, index: int) -> int:
 
 
 def _mix(x: int) -> int:
-    """Splitmix64."""
+    """Mixes bits (Splitmix64)."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -148,7 +132,7 @@ def _mix(x: int) -> int:
 
 
 def _logprobs(batch: StepBatch, tokens: list[int | None], sequences: Mapping[str, Sequence]) -> dict[int, ItemLogprobs]:
-    """Log probabilities that clients ask for, by index of the item: each token was certain."""
+    """Returns log probabilities that clients ask for, by index of the item: each token was certain."""
     found = {}
     for i, (item, token) in enumerate(zip(batch.items, tokens, strict=True)):
         sequence = sequences[item.request_id]
@@ -169,7 +153,7 @@ def _no_vectors(batch: StepBatch, tokens: list[int | None], sequences: Mapping[s
 
 
 def _prompt_logprobs(item: StepItem, sequence: Sequence) -> list[TokenLogprobs]:
-    """Log probabilities of the prompt's tokens that this item computes, if its client asked for them."""
+    """Returns log probabilities of the prompt's tokens that this item computes, if its client asked for them."""
     if sequence.prompt_logprobs is None:
         return []
     first = 1 + len(sequence.prompt_logprobs)  # nothing says how likely the first of all is
@@ -204,7 +188,7 @@ class EmulatedCopier(Copies):
 
 
 def emulate_device(config: DecoderConfig, tokenizer: Tokenizer, engine: EngineConfig, *, swaps: bool = False) -> Device:
-    """A device whose work takes as long as its profile says. It uses only vocabulary and context of the model.
+    """Emulates a device whose work takes as long as its profile says; uses vocabulary and context of the model alone.
 
     Args:
         swaps: Whether there is use for a host pool.
@@ -224,7 +208,7 @@ def emulate_device(config: DecoderConfig, tokenizer: Tokenizer, engine: EngineCo
 
 
 def text_token_ids(config: DecoderConfig, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that are text and do not end an output.
+    """Returns the tokens that are text and do not end an output.
 
     Raises:
         InvalidValueError: there are none.
@@ -238,7 +222,7 @@ def text_token_ids(config: DecoderConfig, tokenizer: Tokenizer) -> list[int]:
 
 
 def _block_s(profile: DeviceProfile, engine: EngineConfig) -> float:
-    """Seconds of the copy of a block."""
+    """Returns seconds of the copy of a block."""
     if not profile.copy_bandwidth:
         expected = "a profile with copy_bandwidth where there is a host pool (engine.host_kv_memory)"
         raise ConfigError("engine.device", engine.device, expected)
@@ -259,10 +243,6 @@ class EmulatedVision:
         self._cost = cost
         self._pace = pace or Pace()
 
-    def prepare(self, rgb: np.ndarray) -> PreparedImage:
-        """``ImageGeometry.prepare``."""
-        return self.geometry.prepare(rgb)
-
     def encode(self, images: SequenceOf[PreparedImage]) -> list[np.ndarray]:
         """Zeros, float32 ``[num_tokens, hidden_size]`` each, when the time of all images is over."""
         batch_s = self._cost.encode_s([image.num_tokens for image in images])
@@ -270,12 +250,12 @@ class EmulatedVision:
         return [np.zeros((image.num_tokens, self.hidden_size), np.float32) for image in images]
 
     def packed(self, rows: np.ndarray) -> bytes:
-        """As of a tower in bfloat16; a worker on an emulated device reads none of it."""
+        """Packs rows as those of a tower in bfloat16; a worker on an emulated device reads none of it."""
         return bytes(2 * rows.size)
 
 
 def emulate_vision(model_dir: Path, profile: str, pace: Pace | None = None) -> EmulatedVision | None:
-    """The encoder of a served model; None for a model that does not see.
+    """Emulates the encoder of a served model; None for a model that does not see.
 
     Args:
         profile: As ``EngineConfig.profile``.

@@ -14,46 +14,27 @@ from farsight.core.request import Fault
 from farsight.engine.checkpoint.encoder_config import EncoderConfig, resolve_encoder_len
 from farsight.engine.checkpoint.weights import dtype_of_name
 from farsight.engine.models.encoder import EncoderModel, EncoderText
-from farsight.engine.runner import Device
+from farsight.engine.runner import Device, Runner
 from farsight.engine.sequence import Sequence
-from farsight.engine.step_results import LoggedTokens, NoToken, PooledRows, StepFault
+from farsight.engine.step_results import LoggedTokens, NoToken, PooledRows
 from farsight.kvcache import StepBatch
 
 _NO_TOKEN_ID = 0
 """Stands for the token of a request that generates nothing: for the books alone."""
 
 
-class EncoderRunner:
+class EncoderRunner(Runner):
     """Steps of an encoder.
 
     Its tokens attend to those behind them, so a prompt is computed as a whole, by the step that takes its last tokens;
     a step with an earlier chunk computes nothing of it.
     """
 
-    num_ooms = 0
-
     def __init__(self, model: EncoderModel) -> None:
         self.model = model
 
-    def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
-        """Does nothing: there is one step at a time."""
-
-    def look_ahead(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> bool:
-        """Does nothing: what a step needs are token ids."""
-        return False
-
-    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
-        """Does nothing."""
-
-    def rest(self) -> None:
-        """Does nothing: a model has no work between steps."""
-
-    def fault(self, error: Exception) -> StepFault:
-        """A processor is not lost by an error."""
-        return StepFault.UNKNOWN
-
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
-        """The vectors of the prompts that end in this step."""
+        """Returns the vectors of the prompts that end in this step."""
         found = LoggedTokens([None] * len(batch.items), {})
         scored, embedded = [], []
         for i, item in enumerate(batch.items):

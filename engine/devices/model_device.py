@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 
 from farsight.core.config.engine import EngineConfig
-from farsight.core.errors import ConfigError
 from farsight.core.processors import compute_threads
 from farsight.engine import cuda
 from farsight.engine.attention.choice import gpu_attention
 from farsight.engine.attention.layout import StepSizes
 from farsight.engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from farsight.engine.checkpoint.weights import ModelWeights, Progress, load_weights, parse_dtype
-from farsight.engine.devices.copiers import HostBlocks, KVCopier, StreamCopier
+from farsight.engine.devices.copiers import make_copier
 from farsight.engine.kv_pool import KVPool, pool_dtype
 from farsight.engine.models.quantize import quantize_weights
 from farsight.engine.native.model import NativeBackend
@@ -76,10 +75,7 @@ def load_device(
         kv_dtype=engine.kv_dtype,
         progress=progress,
     )
-    copier = None
-    if num_host_blocks:
-        pool = KVPool(config, num_blocks=num_host_blocks, block_size=engine.kv_block_size, dtype=kv_dtype)
-        copier = KVCopier(runner.pool, pool)
+    copier = make_copier(config, runner.pool, num_host_blocks, on_gpu=False)
     exact = isinstance(runner.backend, NativeBackend)
     return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier, exact)
 
@@ -99,17 +95,9 @@ def load_gpu_device(
     """Loads the model and shares out the GPU's memory: weights, then the largest step, then the KV pool.
 
     Args:
-        num_replicas: Workers that share this machine's memory where a setting is automatic; each has a GPU of its own.
-        swaps: Whether there is use for a host pool.
-        bits: Round the matrices to 8 or 4 bits; 0 leaves them as the checkpoint has them.
-        keep_quantized, progress: As in ``load_weights``.
-
-    Raises:
-        InvalidValueError: there is no GPU, or the model or a setting cannot be used; names the field.
+        num_replicas: As in ``load_device``, as are the others; each replica has a GPU of its own.
     """
-    problem = cuda.device_problem()
-    if problem is not None:
-        raise ConfigError("engine.device", engine.device, f"cpu ({problem})")
+    cuda.check_device(engine.device)
     dtype = parse_dtype(dtype_name, config, engine.device)
     token_bytes = config.kv_bytes_per_token(dtype)
     context_len = resolve_max_model_len(config, engine.max_model_len)
@@ -135,17 +123,13 @@ def load_gpu_device(
     )
     backend.compiles.begin()
     runner = ModelRunner(config, pool, backend, max_model_len, careful=CarefulSteps(cuda.recover), is_lost=cuda.is_lost)
-    copier = None
-    if num_host_blocks:
-        host = HostBlocks(pool, num_host_blocks)
-        cuda.pin(host.data)
-        copier = StreamCopier(pool, host, cuda.SideStream())
+    copier = make_copier(config, pool, num_host_blocks, on_gpu=True)
     logger.info("KV pool of %d blocks of %d tokens on the GPU", num_blocks, engine.kv_block_size)
     return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier)
 
 
 def _free_bytes(config: DecoderConfig, weights: ModelWeights, engine: EngineConfig) -> int:
-    """Bytes of the GPU that weights and the largest step leave free; that step's few KV blocks count as taken."""
+    """Returns the bytes of the GPU beside weights and the largest step, whose few KV blocks count as taken."""
     batch, sequences, num_blocks = largest_step(engine)
     dtype, size = weights.embedding.dtype, engine.kv_block_size
     pool = KVPool(config, num_blocks=num_blocks, block_size=size, dtype=dtype, device=engine.device)

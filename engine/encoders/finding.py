@@ -17,7 +17,7 @@ _HUB_TIMEOUT_S = 10.0
 
 
 def settled_name(name: str) -> str:
-    """The name itself; of ``auto``, the encoder that is there without a network.
+    """Returns the name itself; of ``auto``, the encoder that is there without a network.
 
     Raises:
         InvalidValueError: Field ``encoder``: ``auto``, and there is neither LaBSE in the hub's cache nor the package.
@@ -35,7 +35,7 @@ def settled_name(name: str) -> str:
 
 
 def encoder_dir(name: str) -> Path:
-    """The directory of an encoder. A hub id is brought into the hub's cache if it is not there.
+    """Returns the directory of an encoder. A hub id is brought into the hub's cache if it is not there.
 
     Raises:
         InvalidValueError: Field ``encoder``: there is none of that name.

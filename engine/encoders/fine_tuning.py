@@ -177,14 +177,14 @@ def _loss(
 
 
 def _scaled(examples: Sequence[Example]) -> Tensor:
-    """Output lengths around their median, in units of their mean distance from it."""
+    """Returns output lengths around their median, in units of their mean distance from it."""
     lens = np.array([each.output_len for each in examples], np.float64)
     around = lens - np.median(lens)
     return torch.from_numpy((around / max(1.0, float(np.abs(around).mean()))).astype(np.float32))
 
 
 def _rate(done: float) -> float:
-    """Share of the highest learning rate after so much of the training."""
+    """Returns the share of the highest learning rate after so much of the training."""
     return min(1.0, (done + 1e-3) / _WARM_UP) * min(1.0, max(0.0, (1 - done) / (1 - _WARM_UP)))
 
 

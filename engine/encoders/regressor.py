@@ -65,7 +65,7 @@ class LengthRegressor:
         return cls(model, text_tokenizer(folder, config, max_tokens))
 
     def scores(self, questions: Sequence[ForecastQuestion]) -> Floats:
-        """(questions,), float32."""
+        """Returns one score a question, float32."""
         texts = read_pairs(self._tokenizer, questions)
         order = sorted(range(len(texts)), key=lambda i: len(texts[i].token_ids))
         found = np.empty(len(texts), np.float32)
@@ -76,7 +76,7 @@ class LengthRegressor:
 
 
 def read_pairs(tokenizer: Tokenizer, questions: Sequence[ForecastQuestion]) -> list[EncoderText]:
-    """Token ids of instruction and user input, read as a pair of texts."""
+    """Returns token ids of instruction and user input, read as a pair of texts."""
     pairs = [(each.instruction, each.user_input) for each in questions]
     return [_text(each.ids, each.type_ids) for each in tokenizer.encode_batch(pairs)]
 
@@ -86,7 +86,7 @@ def _text(ids: list[int], types: list[int]) -> EncoderText:
 
 
 def regressor_of(artefact: TrainedModel, device: str = "cpu") -> LengthRegressor:
-    """The regressor in an artefact of ``farsight train --kind bert``.
+    """Returns the regressor in an artefact of ``farsight train --kind bert``.
 
     Raises:
         ArtefactError: A file of it is missing, damaged, or not of such a model.
@@ -105,7 +105,7 @@ def regressor_of(artefact: TrainedModel, device: str = "cpu") -> LengthRegressor
 
 
 def files_of(folder: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an artefact that hold a regressor's directory."""
+    """Returns the arrays of an artefact that hold a regressor's directory."""
     return {_array(file): np.frombuffer((folder / file).read_bytes(), np.uint8) for file in FILES}
 
 
@@ -120,7 +120,7 @@ def _array(file: str) -> str:
 
 
 def text_model_of(artefact: TrainedModel, encoder: str = "", device: str = "cpu") -> Encoder | Scorer | None:
-    """The encoder or the regressor of an artefact; None where it reads words or lengths alone.
+    """Returns the encoder or the regressor of an artefact; None where it reads words or lengths alone.
 
     Args:
         encoder: Where the encoder of its training lies now, if not where it lay then.

@@ -96,7 +96,7 @@ def _random(name: str, shape: Sequence[int], generator: torch.Generator) -> Tens
 
 
 def _word_parts(questions: Sequence[ForecastQuestion]) -> Tokenizer:
-    """A WordPiece tokenizer as BERT's, of whole words and letters. The library's own training breaks ties by chance."""
+    """Makes a WordPiece tokenizer as BERT's, of whole words and letters. The library's own breaks ties by chance."""
     normalizer, splitter = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     words: Counter[str] = Counter()
     for text in _texts(questions):
@@ -113,7 +113,7 @@ def _word_parts(questions: Sequence[ForecastQuestion]) -> Tokenizer:
 
 
 def _tokens(words: Counter[str]) -> list[str]:
-    """The vocabulary: special tokens, letters with and without a word before them, and the most frequent words."""
+    """Returns the vocabulary: special tokens, letters with and without a word before them, the most frequent words."""
     letters: Counter[str] = Counter()
     for word, count in words.items():
         for letter in word:

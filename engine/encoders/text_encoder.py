@@ -52,7 +52,7 @@ class TextEncoder:
         self.dim = self._model.embeddings([EncoderText((0,))]).shape[1]
 
     def encode(self, texts: Sequence[str]) -> Floats:
-        """(texts, dim). Texts beyond the model's context are cut off. One forward pass a batch."""
+        """Encodes texts, ``(texts, dim)``; what is beyond the model's context is cut off. One forward pass a batch."""
         vectors = [self._encoded(texts[i : i + self._batch_size]) for i in range(0, len(texts), self._batch_size)]
         return np.concatenate(vectors) if vectors else np.empty((0, self.dim), np.float32)
 
@@ -76,7 +76,7 @@ def encoder_config(folder: Path) -> EncoderConfig:
 
 
 def text_tokenizer(folder: Path, config: EncoderConfig, max_tokens: int = 0) -> Tokenizer:
-    """The tokenizer of a directory; it cuts texts off where the model or ``sentence_bert_config.json`` ends them.
+    """Loads a tokenizer; it cuts texts off where the model or ``sentence_bert_config.json`` ends them.
 
     Args:
         max_tokens: Most tokens of a text, if fewer than the model takes; 0: what the model takes.

@@ -73,13 +73,13 @@ class EncoderModel:
         return self._weights
 
     def to(self, device: torch.device) -> EncoderModel:
-        """The same model with its weights on a device."""
+        """Returns the same model with its weights on a device."""
         weights = {name: tensor.to(device) for name, tensor in self._weights.items()}
         return EncoderModel(self.config, weights, [{k: v.to(device) for k, v in each.items()} for each in self._dense])
 
     @torch.inference_mode()
     def hidden(self, texts: Sequence[EncoderText]) -> list[Tensor]:
-        """The last hidden states of each text, ``[tokens, hidden]``."""
+        """Returns the last hidden states of each text, ``[tokens, hidden]``."""
         return self._hidden(texts)
 
     def _hidden(self, texts: Sequence[EncoderText]) -> list[Tensor]:
@@ -91,7 +91,7 @@ class EncoderModel:
 
     @torch.inference_mode()
     def embeddings(self, texts: Sequence[EncoderText]) -> Tensor:
-        """float32 ``[texts, dim]``, before they are brought to length 1."""
+        """Computes vectors, float32 ``[texts, dim]``, before they are brought to length 1."""
         if not texts:
             return torch.empty(0, self.config.hidden_size)
         pooling = self.config.sentence.pooling
@@ -103,11 +103,11 @@ class EncoderModel:
 
     @torch.inference_mode()
     def scores(self, texts: Sequence[EncoderText]) -> Tensor:
-        """The classifier's logits, float32 ``[texts, num_labels]``."""
+        """Returns the classifier's logits, float32 ``[texts, num_labels]``."""
         return self.logits(texts)
 
     def logits(self, texts: Sequence[EncoderText]) -> Tensor:
-        """``scores`` for a training: gradients flow back to those of the weights that want one."""
+        """Computes ``scores`` for a training: gradients flow back to those of the weights that want one."""
         first = torch.stack([hidden[0] for hidden in self._hidden(texts)])
         if self.config.record.classifier == "pooled":
             return self._linear("classifier", torch.tanh(self._linear("pooler.dense", first))).float()
@@ -125,7 +125,7 @@ class EncoderModel:
         return self._norm("embeddings.LayerNorm", hidden)
 
     def _types(self, text: EncoderText) -> list[int]:
-        """0, and 1 for the tokens of the second of two texts, where the model tells them apart: RoBERTa does not."""
+        """Returns 0, and 1 for tokens of the second text, where the model tells two texts apart: RoBERTa does not."""
         length = len(text.token_ids)
         if not text.second_at or self.config.type_vocab_size < 2 or self.config.record.after_padding:
             return [0] * length
@@ -142,7 +142,7 @@ class EncoderModel:
         return self._norm(f"{name}output.LayerNorm", self._linear(f"{name}output.dense", inner) + hidden)
 
     def _joined(self, index: int) -> tuple[Tensor, Tensor]:
-        """Weight and bias of queries, keys and values as one product."""
+        """Returns weight and bias of queries, keys and values as one product."""
         name = f"encoder.layer.{index}.attention.self."
         parts = [f"{name}{each}" for each in ("query", "key", "value")]
         weight = torch.cat([self._weights[f"{part}.weight"] for part in parts])
@@ -157,7 +157,7 @@ class EncoderModel:
 
 
 def _attend(qkv: Tensor) -> Tensor:
-    """Attention of one text, ``[tokens, heads, head_dim]``; every token attends to all.
+    """Returns attention of one text, ``[tokens, heads, head_dim]``; every token attends to all.
 
     Args:
         qkv: ``[tokens, 3, heads, head_dim]``.

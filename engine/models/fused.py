@@ -71,7 +71,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     DIM_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """One head of one row: of the queries, then of the keys, then of the values."""
+    """Computes one head of one row: of the queries, then of the keys, then of the values."""
     dtype = heads.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -109,7 +109,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of ``hidden + delta``, to which ``hidden`` is changed.
+    """Returns RMSNorm of ``hidden + delta``, to which ``hidden`` is changed.
 
     Args:
         hidden: ``[T, hidden]``, contiguous; ``delta`` is the same, None for nothing.
@@ -133,7 +133,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
 
 
 def gated(up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[T, 2 * size]``, contiguous, of which the first half is the gate."""
+    """Computes ``silu(gate) * up`` of ``[T, 2 * size]``, contiguous, of which the first half is the gate."""
     rows, size = len(up), up.shape[1] // 2
     out = up.new_empty(rows, size)
     _gated[(rows, triton.cdiv(size, _GATED_BLOCK))](up, out, size, BLOCK=_GATED_BLOCK)
@@ -148,7 +148,7 @@ def rotate_and_store(
     slot_ids: Tensor,
     pages: tuple[Tensor, Tensor],
 ) -> None:
-    """Rotary embedding of queries and keys, in place; keys and values are also written into the pool.
+    """Turns queries and keys by the rotary embedding, in place; writes keys and values into the pool as well.
 
     Args:
         heads: ``[T, heads + kv_heads, head_dim]``; the heads of a row lie one behind the other.
@@ -181,7 +181,7 @@ def rotate_and_store(
 
 
 def can_fuse(config: DecoderConfig) -> bool:
-    """Whether there are kernels for such layers."""
+    """Returns whether there are kernels for such layers."""
     return config.norm == "rms" and config.activation == "silu" and config.rotary is not None and config.plain
 
 
@@ -189,7 +189,6 @@ class FusedLayers(DecoderLayers):
     """The same numbers as ``DecoderLayers``, for models that ``can_fuse`` accepts."""
 
     def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
-        """See ``DecoderLayers.run``."""
         assert self._tables is not None, "rotary"
         eps, delta = self.config.norm_eps, None
         tables, positions = self._tables, layout.positions

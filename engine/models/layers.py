@@ -21,7 +21,7 @@ from farsight.engine.step_results import IterationCutOff
 
 
 def linear(rows: Tensor, layer: Matrix) -> Tensor:
-    """A layer of ``rows``, ``[T, outputs]``; quantised weights are unpacked each time: slow, and the reference."""
+    """Computes a layer of ``rows``, ``[T, outputs]``; unpacks quantised weights each time: slow, and the reference."""
     return F.linear(rows, layer.dense(rows.dtype), layer.bias)
 
 
@@ -30,7 +30,7 @@ EPS = 1e-6
 
 
 def latent_heads(latent: Latent, weights: LatentWeights, made: Tensor) -> Tensor:
-    """Queries of all heads and the token's row behind them, ``[T, heads + 1, latent.width]``, not turned yet.
+    """Returns queries of all heads and the token's row behind them, ``[T, heads + 1, latent.width]``, not turned yet.
 
     Args:
         made: The product with the layer's first matrix: queries or what they are made of, then the row.
@@ -61,7 +61,7 @@ _LEAST = 1e-20
 
 
 def route(experts: Experts, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts of each token, best first, and their weights in float32: each ``[T, active]``.
+    """Returns the experts of each token, best first, and their weights in float32: each ``[T, active]``.
 
     Args:
         logits: The router's, float32 ``[T, experts]``.
@@ -79,7 +79,7 @@ def route(experts: Experts, logits: Tensor, correction: Tensor | None = None) ->
 
 
 def _of_best_groups(experts: Experts, scores: Tensor) -> Tensor:
-    """The scores of a token's best groups; -inf for those of the others."""
+    """Returns the scores of a token's best groups; -inf for those of the others."""
     groups = scores.view(len(scores), experts.groups, -1)
     sums = groups.topk(experts.group_best, -1).values.sum(-1)
     taken = sums.topk(experts.active_groups, -1).indices
@@ -94,7 +94,7 @@ def mix(
     shared: Tensor | None,
     mlp: Callable[[Matrix, Matrix, Tensor], Tensor],
 ) -> Tensor:
-    """What the experts that are here add to the residual stream, ``[T, hidden]``.
+    """Returns what the experts that are here add to the residual stream, ``[T, hidden]``.
 
     Args:
         normed: Input of the router and of the experts, ``[T, hidden]``.
@@ -164,7 +164,7 @@ class DecoderLayers:
             self._layer_tables = [tables[rotary] for rotary in config.rotaries]
 
     def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
-        """``hidden`` (``[T, hidden]``, overwritten) behind the last of the layers."""
+        """Returns ``hidden`` (``[T, hidden]``, overwritten) behind the last of the layers."""
         rotation = self._rotation(layout)
         for i, layer in enumerate(self._layers):
             if self.cut_off_at_s < math.inf and time.monotonic() >= self.cut_off_at_s:
@@ -178,7 +178,7 @@ class DecoderLayers:
         return hidden
 
     def _rotation(self, layout: StepLayout) -> Rotation | None:
-        """What turns each row: by its position, or by each of its axes."""
+        """Returns what turns each row: by its position, or by each of its axes."""
         rotation, given = _rows_of(self._tables, layout.positions), layout.given
         if rotation is None or self._tables is None or given is None or given.positions is None:
             return rotation
@@ -191,7 +191,7 @@ class DecoderLayers:
         return rotation
 
     def _heads(self, layer: LayerWeights, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a layer, each ``[T, heads, head_dim]``."""
+        """Returns queries, keys and values of a layer, each ``[T, heads, head_dim]``."""
         num_heads = self.config.num_attention_heads
         normed = hidden if layer.input_norm is None else normalised(hidden, layer.input_norm, self.config)
         made = linear(normed, layer.qkv)
@@ -205,7 +205,7 @@ class DecoderLayers:
         return heads[:, :num_heads], key, key if value is None else value
 
     def _split(self, qkv: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
-        """Queries and keys, ``[T, heads + kv_heads, head_dim]`` and normed where the model has it, and values."""
+        """Splits queries and keys, ``[T, heads + kv_heads, head_dim]``, normed where the model has it, from values."""
         num_heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         qkv = qkv.view(len(qkv), num_heads + 2 * kv_heads, self.config.head_dim)
         return self._head_norms(qkv[:, : num_heads + kv_heads], layer), qkv[:, num_heads + kv_heads :]
@@ -223,14 +223,14 @@ class DecoderLayers:
         return hidden
 
     def _added(self, partial: Tensor, norm: Norm | None) -> Tensor:
-        """What attention or MLP adds to the residual stream."""
+        """Returns what attention or MLP adds to the residual stream."""
         whole, scale = self._add_up(partial), self.config.blocks.residual_scale
         if norm is not None:
             whole = normalised(whole, norm, self.config)
         return whole if scale == 1 else whole * scale
 
     def _head_norms(self, heads: Tensor, layer: LayerWeights) -> Tensor:
-        """RMSNorm of each head (``[T, heads + kv_heads, head_dim]``), where the model has it."""
+        """Normalises each head (``[T, heads + kv_heads, head_dim]``) by RMSNorm, where the model has it."""
         if layer.q_norm is None or layer.k_norm is None:
             return heads
         num_heads, eps = self.config.num_attention_heads, self.config.norm_eps
@@ -285,7 +285,7 @@ def _rows_of(tables: Rotation | None, positions: Tensor) -> Rotation | None:
 
 
 def normalised(hidden: Tensor, norm: Norm, config: DecoderConfig) -> Tensor:
-    """RMSNorm's weight is multiplied after rounding to the model's dtype, as transformers does."""
+    """Normalises rows; RMSNorm's weight is multiplied after rounding to the model's dtype, as transformers does."""
     shape, eps = (config.hidden_size,), config.norm_eps
     if config.norm == "layer":
         return F.layer_norm(hidden, shape, norm.weight, norm.bias, eps)
@@ -293,7 +293,7 @@ def normalised(hidden: Tensor, norm: Norm, config: DecoderConfig) -> Tensor:
 
 
 def _tables(config: RotaryConfig | None, max_len: int, like: Tensor) -> Rotation | None:
-    """The rotary tables in the dtype and on the device of ``like``.
+    """Returns the rotary tables in the dtype and on the device of ``like``.
 
     The first half of the sines carries the minus sign of ``rotate_half``: rotating needs only a swap of halves.
     """
@@ -305,7 +305,7 @@ def _tables(config: RotaryConfig | None, max_len: int, like: Tensor) -> Rotation
 
 
 def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary embedding of ``[T, n, head_dim]``; where it does not turn the whole head, in place."""
+    """Turns heads, ``[T, n, head_dim]``, by the rotary embedding; where it does not turn the whole head, in place."""
     cos, sin = rotation
     rotary_dim = cos.shape[-1]
     if rotary_dim == heads.shape[-1]:

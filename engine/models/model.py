@@ -34,7 +34,7 @@ class DecoderModel:
         self._layers = make_layers(config, weights.layers, max_len, weights.embedding, compiled=compiled)
 
     def cut_off_at(self, instant_s: float) -> None:
-        """No further layer begins after this instant of ``time.monotonic``: ``IterationCutOff`` is raised."""
+        """Sets the instant of ``time.monotonic`` after which no further layer begins: ``IterationCutOff`` is raised."""
         self._layers.cut_off_at_s = instant_s
 
     def forward(self, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
@@ -55,20 +55,20 @@ class DecoderModel:
         return hidden.index_select(0, layout.sample_rows)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Logits of what ``rows`` returned, float32 ``[R, vocab]``."""
+        """Returns logits of what ``rows`` returned, float32 ``[R, vocab]``."""
         weights = self.weights
         return output_logits(rows, self.config, weights.norm, weights.lm_head, weights.head_bias)
 
 
 def embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
-    """The factor of the embeddings of a model in ``dtype``."""
+    """Returns the factor of the embeddings of a model in ``dtype``."""
     return float(torch.tensor(config.blocks.embedding_scale, dtype=dtype))
 
 
 def embed(
     layout: StepLayout, embedding: Tensor, positions: Tensor | None, config: DecoderConfig, norm: Norm | None
 ) -> Tensor:
-    """The step's tokens as the first layer reads them, ``[T, hidden]``.
+    """Returns the step's tokens as the first layer reads them, ``[T, hidden]``.
 
     Args:
         norm: What they go through, if anything.
@@ -83,7 +83,7 @@ def embed(
 
 
 def last_hidden(rows: Tensor, config: DecoderConfig, norm: Norm | None) -> Tensor:
-    """Hidden states behind the last norm, float32 ``[R, hidden]``, of rows behind the last layer."""
+    """Returns hidden states behind the last norm, float32 ``[R, hidden]``, of rows behind the last layer."""
     if norm is None:
         return rows.float()
     like = norm.weight if norm.weight.dtype == rows.dtype else norm.weight.to(rows.dtype)
@@ -98,7 +98,7 @@ def output_logits(
     lm_head: Tensor | QuantizedLinear,
     head_bias: Tensor | None = None,
 ) -> Tensor:
-    """Logits of rows behind the last layer, float32 ``[R, outputs of lm_head]``."""
+    """Returns logits of rows behind the last layer, float32 ``[R, outputs of lm_head]``."""
     if norm is not None:
         rows = normalised(rows, norm, config)
     weight = lm_head if isinstance(lm_head, Tensor) else lm_head.dense(rows.dtype)
@@ -112,7 +112,7 @@ def output_logits(
 def make_layers(
     config: DecoderConfig, layers: Sequence[LayerWeights], max_len: int, like: Tensor, *, compiled: bool
 ) -> DecoderLayers:
-    """Layers of a whole model, in the fastest implementation for the device of ``like``; see ``DecoderLayers``."""
+    """Makes the layers of a whole model, in the fastest way for the device of ``like``; see ``DecoderLayers``."""
     if like.device.type == "cuda" and not compiled:
         from farsight.engine.models.fused import (  # needs Triton, which torch brings where it has CUDA
             FusedLayers,

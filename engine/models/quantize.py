@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 1024
 
 
 def quantize_weights(weights: ModelWeights, bits: int) -> ModelWeights:
-    """The model with the matrices of its layers in ``bits`` and the vocabulary head in 8.
+    """Returns the model with the matrices of its layers in ``bits`` and the vocabulary head in 8.
 
     Embeddings, norms and biases stay as they are, as do matrices that a checkpoint brings in ``bits`` and those whose
     rows are no multiple of 4 long.
@@ -52,7 +52,7 @@ def _quantize_layer(layer: LayerWeights, bits: int) -> LayerWeights:
 
 
 def _quantize_experts(experts: ExpertWeights, bits: int) -> ExpertWeights:
-    """The router stays: its rounding would decide which experts are taken."""
+    """Leaves the router as it is: its rounding would decide which experts are taken."""
     up, down = (tuple(quantize_linear(each, bits) for each in group) for group in (experts.up, experts.down))
     return dataclasses.replace(experts, up=up, down=down)
 
@@ -71,7 +71,7 @@ def tell_of_rounding(bits: Sequence[int]) -> None:
 
 
 def quantize_linear(linear: Matrix, bits: int) -> Matrix:
-    """The layer in ``bits``, in groups of ``GROUPS``."""
+    """Returns the layer in ``bits``, in groups of ``GROUPS``."""
     if isinstance(linear, QuantizedLinear) and linear.bits == bits:
         return linear
     if isinstance(linear, JoinedLinear) and all(part.bits == bits for part in linear.parts):
@@ -94,13 +94,13 @@ def _rounded(weight: Tensor, bits: int, bias: Tensor | None) -> QuantizedLinear:
 
 
 def _bytes(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and scales of 8 bits of ``[rows, groups, group]``."""
+    """Returns values and scales of 8 bits of ``[rows, groups, group]``."""
     scales = _round_scales(groups.abs().amax(-1) / LARGEST)
     return _steps(groups, scales, -LARGEST, LARGEST).to(torch.int8).flatten(1), scales
 
 
 def _nibbles(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and scales of 4 bits of ``[rows, groups, group]``.
+    """Returns values and scales of 4 bits of ``[rows, groups, group]``.
 
     The weight of the largest size becomes -8 steps, since there are only 7 on the other side: its sign is the scale's.
     To search for scales of the least squared error was worth 3 % of the divergence, and four times the time.
@@ -112,7 +112,7 @@ def _nibbles(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round_scales(scales: Tensor) -> Tensor:
-    """To what bfloat16 holds: half the memory, and the values are rounded with what is kept."""
+    """Rounds to what bfloat16 holds: half the memory, and the values are rounded with what is kept."""
     return scales.to(torch.bfloat16).float()
 
 

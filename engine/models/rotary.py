@@ -19,7 +19,7 @@ from farsight.engine.checkpoint.rotary_config import (
 
 
 def rotary_tables(config: RotaryConfig, max_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines by position, each ``[max_len, rotary_dim]``; both halves of a row are the same.
+    """Returns cosines and sines by position, each ``[max_len, rotary_dim]``; both halves of a row are the same.
 
     Where the factors are chosen by request, those of the long ones follow behind ``max_len`` rows of the short ones.
 
@@ -38,7 +38,7 @@ def rotary_tables(config: RotaryConfig, max_len: int, dtype: torch.dtype) -> tup
 
 
 def frequencies(config: RotaryConfig, max_len: int) -> Tensor:
-    """Radians a position, float32 ``[rotary_dim / 2]``.
+    """Returns radians a position, float32 ``[rotary_dim / 2]``.
 
     Args:
         max_len: Longest sequence that is served, in tokens.
@@ -75,7 +75,7 @@ def _yarn(lengths: Tensor, config: RotaryConfig, scaling: YarnScaling) -> Tensor
     dim = config.rotary_dim
 
     def number(turns: float) -> float:
-        """The number of the frequency that turns so often within the original context."""
+        """Returns the number of the frequency that turns so often within the original context."""
         return dim * math.log(scaling.original_len / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = number(scaling.beta_fast), number(scaling.beta_slow)

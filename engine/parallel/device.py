@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import selectors
 import socket
 import threading
@@ -12,9 +11,11 @@ from pathlib import Path
 
 import torch
 
+from farsight.core.codec import decode, encode
 from farsight.core.config.engine import EngineConfig
 from farsight.core.errors import RankLost
 from farsight.core.processors import compute_threads
+from farsight.engine import cuda
 from farsight.engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
 from farsight.engine.checkpoint.weights import CheckpointError, parse_dtype
 from farsight.engine.devices.model_device import AUTO_SHARE
@@ -23,18 +24,16 @@ from farsight.engine.parallel.exchange import Exchange, RankGroup
 from farsight.engine.parallel.links import Link, Ranks
 from farsight.engine.parallel.mesh import Part, check_parallel
 from farsight.engine.parallel.shards import load_shard
-from farsight.engine.parallel.stage import check_gpu, free_bytes, make_pools, make_stage, recover_on
+from farsight.engine.parallel.stage import free_bytes, make_pools, make_stage
 from farsight.engine.parallel.wire import (
     Finished,
     RankLoaded,
     RankMeasured,
     RankPools,
     RankSetup,
-    pack_json,
     unpack_report,
 )
 from farsight.engine.runner import Device, available_bytes, num_host_pool_blocks, num_pool_blocks
-from farsight.engine.step_results import lost_on
 from farsight.engine.steps.careful_steps import CarefulSteps, Counts
 
 GATHER_TIMEOUT_S = 120.0
@@ -65,7 +64,7 @@ def load_parallel_device(
     """
     mesh = ranks.mesh
     check_parallel(mesh, config, engine)
-    check_gpu(engine)
+    cuda.check_device(engine.device)
     context_len = resolve_max_model_len(config, engine.max_model_len)
     dtype = parse_dtype(dtype_name, config, engine.device)
     num_sharers = num_replicas * mesh.size
@@ -105,16 +104,16 @@ def load_parallel_device(
     copier = None if own_copier is None else ParallelCopier(lead, own_copier)
     threading.Thread(target=_listen, args=(links, reports, copier, ranks.on_lost), name="ranks", daemon=True).start()
     backend = ParallelBackend(lead, engine.kv_block_size, config.vocab_size)
-    careful = CarefulSteps(recover_on(engine.device))
+    careful = CarefulSteps(cuda.recover_on(engine.device))
     runner = ParallelRunner(
-        config, pool, backend, min(context_len, pool.num_slots), careful, counts, lost_on(engine.device)
+        config, pool, backend, min(context_len, pool.num_slots), careful, counts, cuda.lost_on(engine.device)
     )
     token_bytes = config.kv_bytes_per_token(dtype)
     return Device(runner, context_len, token_bytes, pools.num_blocks, pools.num_host_blocks, copier)
 
 
 def _size_pools(config: DecoderConfig, setup: RankSetup, free: int, *, swaps: bool) -> RankPools:
-    """Number of blocks that fit every rank, in ``free`` bytes by default."""
+    """Returns the number of blocks that fit every rank, in ``free`` bytes by default."""
     engine, dtype = setup.engine, getattr(torch, setup.dtype)
     parts = [Part(config, setup.mesh, rank).config for rank in range(setup.mesh.size)]
     token_bytes = max(part.kv_bytes_per_token(dtype) for part in parts)
@@ -125,7 +124,7 @@ def _size_pools(config: DecoderConfig, setup: RankSetup, free: int, *, swaps: bo
 
 def _tell(links: list[Link], message: RankSetup | RankPools) -> None:
     for link in links:
-        link.send(pack_json(message))
+        link.send(encode(message))
 
 
 def _check_loaded(links: list[Link]) -> None:
@@ -135,7 +134,7 @@ def _check_loaded(links: list[Link]) -> None:
         CheckpointError: A rank could not load its part.
     """
     for rank, link in enumerate(links, 1):
-        error = RankLoaded(**json.loads(link.receive())).error
+        error = decode(link.receive(), RankLoaded).error
         if error:
             raise CheckpointError("model", f"rank {rank}", f"a model that every rank can load ({error})")
     for link in links:
@@ -143,8 +142,8 @@ def _check_loaded(links: list[Link]) -> None:
 
 
 def _measured(links: list[Link]) -> list[int]:
-    """Free memory of each rank."""
-    return [RankMeasured(**json.loads(link.receive())).free_bytes for link in links]
+    """Returns free memory of each rank."""
+    return [decode(link.receive(), RankMeasured).free_bytes for link in links]
 
 
 def _listen(

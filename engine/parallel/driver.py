@@ -90,7 +90,7 @@ class Lead:
         self._waiting.append(order)
 
     def finish_step(self, order: StepOrder) -> Tensor:
-        """The logits of a step that has begun. Finishes the steps before it first; their logits can be read later.
+        """Returns the logits of a step that has begun. Finishes the steps before it; their logits can be read later.
 
         Raises:
             torch.OutOfMemoryError: a rank had no memory for its part; the ranks are in step.
@@ -135,7 +135,7 @@ class Lead:
 
 
 def _error(reports: list[Finished]) -> Exception | None:
-    """The error of a failed step; ``reports`` from rank 0 on."""
+    """Returns the error of a failed step; ``reports`` from rank 0 on."""
     failed = {rank: report for rank, report in enumerate(reports) if report.failure}
     if not failed:
         return None
@@ -179,7 +179,7 @@ class ParallelBackend:
         *,
         with_hidden: bool = False,
     ) -> StepLogits:
-        """See ``StepBackend.run``; ``next_order`` is this step. The ranks tell no hidden states."""
+        """Runs ``next_order``, which is this step (``StepBackend.run``). The ranks tell no hidden states."""
         assert self.next_order is not None, "a step begins before it is run"
         return StepLogits(self._lead.finish_step(self.next_order), None)
 
@@ -241,7 +241,7 @@ class ParallelRunner(ModelRunner):
         return self._ranks.begin(padded, order, shown, more)
 
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
-        """See ``ModelRunner.execute``; this must be the step that began first."""
+        """Executes the step that began first, which this must be (``ModelRunner.execute``)."""
         begun, own, order = self._begun.popleft()
 
         def run(part: StepBatch) -> list[int | None]:
@@ -251,7 +251,6 @@ class ParallelRunner(ModelRunner):
         return self.careful.execute(run, begun, own, whole=order is not None, counts=self._counts)
 
     def logits(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[Tensor | None]:
-        """See ``ModelRunner.logits``."""
         self._ranks.next_order = self._begin(batch, sequences)
         return super().logits(batch, sequences)
 
@@ -270,7 +269,7 @@ class ParallelCopier:
         own.when_done(self._own_done)
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """``callback`` is called, from any thread, after each copy."""
+        """Sets what is called, from any thread, after each copy."""
         self._on_done = callback
 
     def begin(self, copy: KVCopy) -> None:
@@ -279,7 +278,7 @@ class ParallelCopier:
         self._lead.begin_copy(copy)
 
     def take_done(self) -> list[tuple[int, bool]]:
-        """(copy id, whether it failed) of the copies that have ended since the last call."""
+        """Returns (copy id, whether it failed) of the copies that have ended since the last call."""
         with self._changed:
             self._collect()
             done = [copy_id for copy_id, parts in self._parts.items() if parts == 0]

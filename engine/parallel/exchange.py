@@ -95,7 +95,7 @@ class RankGroup:
         self._connect()
 
     def _make_columns(self) -> Any:
-        """The group of this stage. Every rank has to make every group."""
+        """Returns the group of this stage. Every rank has to make every group."""
         mine = None
         for stage in range(self._mesh.pipeline):
             ranks = [self._mesh.rank_at(stage, column) for column in range(self._mesh.tensor)]
@@ -116,7 +116,7 @@ class RankGroup:
             self.send(token)
 
     def add_up(self, partial: Tensor) -> None:
-        """The sum over the columns of this stage, in place."""
+        """Adds up over the columns of this stage, in place."""
         with _together():
             dist.all_reduce(partial, group=self._columns)
 
@@ -179,7 +179,7 @@ class Exchange:
                 self._shares = [torch.zeros_like(self._own) for _ in range(part.mesh.tensor)]
 
     def receive(self, num_rows: int, *, blank: bool) -> Arrival:
-        """Activations from the stage before, in the order in which it sends; ``blank`` if they are of no use here.
+        """Receives activations from the stage before, in the order in which it sends; ``blank`` if of no use here.
 
         Raises:
             torch.OutOfMemoryError: There is no room for them; then no transfer has started.
@@ -193,7 +193,7 @@ class Exchange:
         self._sums_left = self._num_sums
 
     def add_up(self, partial: Tensor) -> Tensor:
-        """The sum over the columns of this stage, in place."""
+        """Adds up over the columns of this stage, in place."""
         if self._num_sums:
             self._sums_left -= 1
             self._group.add_up(partial)

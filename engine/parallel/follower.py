@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,13 +10,15 @@ from queue import SimpleQueue
 
 import torch
 
+from farsight.core.codec import decode, encode
 from farsight.core.errors import FarsightError, RankLost, WorkerBroken
+from farsight.engine import cuda
 from farsight.engine.checkpoint.model_config import load_model_config
 from farsight.engine.parallel.exchange import Exchange, RankGroup
 from farsight.engine.parallel.links import Link, Ticket
 from farsight.engine.parallel.mesh import Part
 from farsight.engine.parallel.shards import load_shard
-from farsight.engine.parallel.stage import Stage, check_gpu, free_bytes, make_pools, make_stage, recover_on
+from farsight.engine.parallel.stage import Stage, free_bytes, make_pools, make_stage
 from farsight.engine.parallel.wire import (
     Copied,
     RankLoaded,
@@ -25,12 +26,10 @@ from farsight.engine.parallel.wire import (
     RankPools,
     RankSetup,
     StepOrder,
-    pack_json,
     pack_report,
     unpack_order,
 )
 from farsight.engine.runner import Copier
-from farsight.engine.step_results import lost_on
 from farsight.kvcache import KVCopy
 
 
@@ -49,28 +48,28 @@ def follow(
         RankLost: rank 0 is gone.
         WorkerBroken: the device of this rank is lost.
     """
-    setup = RankSetup.from_json(link.receive())
+    setup = decode(link.receive(), RankSetup)
     torch.set_num_threads(setup.num_threads)
     engine, dtype = setup.engine, getattr(torch, setup.dtype)
     try:
-        check_gpu(engine)
+        cuda.check_device(engine.device)
         model_dir = Path(setup.model_dir)
         part = Part(load_model_config(model_dir), setup.mesh, rank)
         weights = load_shard(model_dir, part, dtype, engine.device)
     except FarsightError as error:
-        link.send(pack_json(RankLoaded(error=str(error))))
+        link.send(encode(RankLoaded(error=str(error))))
         raise
-    link.send(pack_json(RankLoaded()))
+    link.send(encode(RankLoaded()))
     link.receive()  # the others have loaded theirs
     group = RankGroup(setup.mesh, rank, ticket.host, setup.store_port, torch.device(engine.device))
     exchange = Exchange(group, part, engine, dtype)
-    link.send(pack_json(RankMeasured(free_bytes(part, weights, engine, setup.num_sharers))))
-    pools = RankPools(**json.loads(link.receive()))
+    link.send(encode(RankMeasured(free_bytes(part, weights, engine, setup.num_sharers))))
+    pools = decode(link.receive(), RankPools)
     pool, copier = make_pools(part, pools, engine, dtype)
     stage = make_stage(part, weights, pool, exchange, engine, setup.context_len)
     link.send(b"")
     on_ready()
-    _Orders(link, stage, copier, recover_on(engine.device), lost_on(engine.device), on_lost).carry_out()
+    _Orders(link, stage, copier, cuda.recover_on(engine.device), cuda.lost_on(engine.device), on_lost).carry_out()
 
 
 class _Orders:
@@ -129,7 +128,7 @@ class _Orders:
             self._copier.begin(copy)
 
     def _report_copies(self) -> None:
-        """Called by the copying thread."""
+        """Reports copies that have ended; called by the copying thread."""
         assert self._copier is not None
         with self._sending:
             for copy_id, failed in self._copier.take_done():

@@ -55,7 +55,7 @@ class Link:
             raise RankLost(f"a rank of the replica is gone: {error}") from error
 
     def receive(self) -> bytes:
-        """The next message; raises RankLost if the other side is gone."""
+        """Receives the next message; raises RankLost if the other side is gone."""
         try:
             (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size))
             return _read(self._connection, length)
@@ -73,7 +73,7 @@ class Link:
 
 
 def join(ticket: Ticket, rank: int) -> Link:
-    """The connection of a rank to rank 0.
+    """Connects a rank to rank 0.
 
     Raises:
         RankLost: No rank 0 listens there.
@@ -127,7 +127,7 @@ class Gathering:
         self._listener.close()
 
     def _greet(self, connection: socket.socket) -> int | None:
-        """The peer's rank; None if it lacks the key."""
+        """Returns the peer's rank; None if it lacks the key."""
         connection.settimeout(_HELLO_TIMEOUT_S)
         try:
             key, rank = _HELLO.unpack(_read(connection, _HELLO.size))

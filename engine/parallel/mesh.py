@@ -32,7 +32,7 @@ class Mesh:
         return self.tensor * self.pipeline
 
     def stage_of(self, rank: int) -> int:
-        """The rank's stage; 0 is the stage that embeds."""
+        """Returns the rank's stage; 0 is the stage that embeds."""
         return self.pipeline - 1 - rank // self.tensor
 
     def column_of(self, rank: int) -> int:
@@ -85,7 +85,7 @@ class Mesh:
             raise ConfigError("model.expert_parallel", False, expected)
 
     def _widths(self, config: DecoderConfig) -> Iterator[tuple[str, int]]:
-        """Widths of which each column computes a share."""
+        """Yields widths of which each column computes a share."""
         experts = config.experts
         if experts is None or not all(experts.layers):
             yield "intermediate", config.intermediate_size
@@ -99,7 +99,7 @@ ALONE = Mesh()
 
 
 def _undivided(config: DecoderConfig) -> str:
-    """What a column cannot have a share of; empty where nothing is so."""
+    """Returns what a column cannot have a share of; empty where nothing is so."""
     if config.latent is not None:
         return "one latent for all heads"
     if config.blocks.head_norm == "all":
@@ -157,7 +157,7 @@ class Part:
         self.shared_inner = self._share(experts.shared_inner)
 
     def _narrow(self, experts: Experts) -> Experts:
-        """Their record with the layers and widths of this part; the router scores all of them."""
+        """Returns their record with the layers and widths of this part; the router scores all of them."""
         return dataclasses.replace(
             experts,
             layers=experts.layers[self.layers.start : self.layers.stop],
@@ -191,7 +191,7 @@ def check_parallel(mesh: Mesh, config: DecoderConfig, engine: EngineConfig) -> N
 
 
 def _spread(index: int, count: int, parts: int) -> range:
-    """What part ``index`` has of ``count``; the remainder goes to the early parts, since the last stage has the
+    """Returns what part ``index`` has of ``count``; the remainder goes to the early parts, since the last stage has the
     vocabulary head as well."""
     each, more = divmod(count, parts)
     first = index * each + min(index, more)

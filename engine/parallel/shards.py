@@ -84,7 +84,7 @@ def _allocate(allocation: Allocation, part: Part) -> StageWeights:
 def _wanted(
     name: str, allocation: Allocation, weights: StageWeights, part: Part, cuts: dict[str, _Cut]
 ) -> list[tuple[Tensor, _Cut | None]]:
-    """The target of a checkpoint's tensor, and the part of the tensor that goes there; None for all of it."""
+    """Returns the target of a checkpoint's tensor, and the part of the tensor that goes there; None for all of it."""
     wanted = []
     if name in allocation.targets:
         wanted.append((allocation.targets[name], cuts.get(name)))
@@ -96,7 +96,7 @@ def _wanted(
 
 
 def _cuts(allocation: Allocation, part: Part) -> dict[str, _Cut]:
-    """The parts of tensors that are not whole, by the checkpoint's names."""
+    """Returns the parts of tensors that are not whole, by the checkpoint's names."""
     names = allocation.names
     cuts = {f"{names.lm_head}.{kind}": _Cut(0, (part.vocab,)) for kind in ("weight", "bias")}
     if part.mesh.tensor == 1:
@@ -126,13 +126,13 @@ def _attention_cuts(prefix: str, names: TensorNames, part: Part) -> dict[str, _C
 
 
 def _mlp_cuts(prefix: str, up: Sequence[str], down: str, own: range, inner: int, part: Part) -> dict[str, _Cut]:
-    """Parts of the tensors of an MLP of width ``inner``, of which this rank has ``own``."""
+    """Returns parts of the tensors of an MLP of width ``inner``, of which this rank has ``own``."""
     num_up = part.whole.up_size // part.whole.intermediate_size
     return _row_cuts(prefix, up, [own] * num_up, [inner] * num_up) | _column_cuts(prefix + down, own, part)
 
 
 def _expert_cuts(prefix: str, names: TensorNames, experts: Experts, part: Part) -> dict[str, _Cut]:
-    """A share of each expert; or, of tensors that hold all experts, those that are here."""
+    """Returns a share of each expert; or, of tensors that hold all experts, those that are here."""
     if "{}" not in names.expert_down:
         tensors = [name + end for name in (*names.expert_up, names.expert_down) for end in names.expert_ends]
         return {prefix + name: _Cut(0, (part.experts,)) for name in tensors}
@@ -145,7 +145,7 @@ def _expert_cuts(prefix: str, names: TensorNames, experts: Experts, part: Part) 
 
 
 def _column_cuts(name: str, columns: range, part: Part) -> dict[str, _Cut]:
-    """Parts of the tensors of a layer whose inputs are split."""
+    """Returns parts of the tensors of a layer whose inputs are split."""
     cuts = {f"{name}.weight": _Cut(1, (columns,))}
     if part.column > 0:  # a bias is added once: elsewhere it is zero
         cuts[f"{name}.bias"] = _Cut(0, ())
@@ -153,7 +153,7 @@ def _column_cuts(name: str, columns: range, part: Part) -> dict[str, _Cut]:
 
 
 def _row_cuts(prefix: str, names: Sequence[str], shares: list[range], sizes: list[int]) -> dict[str, _Cut]:
-    """Parts of layers whose outputs are split; the checkpoint holds them in several tensors or in a single one."""
+    """Returns parts of layers whose outputs are split; the checkpoint holds them in one tensor or in several."""
     parts: list[tuple[range, ...]] = [(share,) for share in shares]
     if len(names) == 1:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from farsight.core.config.engine import EngineConfig
-from farsight.core.errors import ConfigError, RankLost
+from farsight.core.errors import RankLost
+from farsight.engine import cuda
 from farsight.engine.attention.attention import AttentionBackend
 from farsight.engine.attention.choice import gpu_attention
 from farsight.engine.attention.layout import StepSizes, build_layout, find_sample_rows, layout_of, order_items
 from farsight.engine.attention.torch_attention import TorchAttention
 from farsight.engine.checkpoint.layers import Linear
-from farsight.engine.devices.copiers import HostBlocks, KVCopier, StreamCopier
+from farsight.engine.devices.copiers import make_copier
 from farsight.engine.devices.model_device import AUTO_SHARE
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.models.layers import DecoderLayers
@@ -138,7 +138,7 @@ class Stage:
         return StepOutcome(None if report.failure else logits, report)
 
     def _compute(self, step: _Begun) -> tuple[Tensor, Tensor | None]:
-        """Activations behind this stage or, from the last one, its columns of the logits and room for all of them.
+        """Returns activations behind this stage or, from the last, its columns of the logits and room for all of them.
 
         Only rank 0, which gathers them all, has such room.
         """
@@ -168,7 +168,7 @@ class Stage:
 def make_stage(
     part: Part, weights: StageWeights, pool: KVPool, exchange: Exchange, engine: EngineConfig, context_len: int
 ) -> Stage:
-    """A stage with the attention of its device, for sequences of ``context_len`` tokens if the pool holds them.
+    """Makes a stage with the attention of its device, for sequences of ``context_len`` tokens if the pool holds them.
 
     Raises:
         ConfigError: The backend that was asked for is not available.
@@ -179,7 +179,7 @@ def make_stage(
 
 
 def stage_attention(part: Part, pool: KVPool, engine: EngineConfig, max_len: int) -> AttentionBackend:
-    """Attention over a rank's own heads, by the backend that is configured for its device.
+    """Returns attention over a rank's own heads, by the backend that is configured for its device.
 
     Raises:
         ConfigError: The backend that was asked for is not available.
@@ -191,42 +191,14 @@ def stage_attention(part: Part, pool: KVPool, engine: EngineConfig, max_len: int
 
 
 def make_pools(part: Part, pools: RankPools, engine: EngineConfig, dtype: torch.dtype) -> tuple[KVPool, Copier | None]:
-    """One rank's KV pool, and the copier between it and its host pool, if there is one."""
+    """Makes one rank's KV pool, and the copier between it and its host pool, if there is one."""
     size, device = engine.kv_block_size, engine.device
     pool = KVPool(part.config, num_blocks=pools.num_blocks, block_size=size, dtype=dtype, device=device)
-    if not pools.num_host_blocks:
-        return pool, None
-    if device == "cuda":
-        from farsight.engine import cuda
-
-        host = HostBlocks(pool, pools.num_host_blocks)
-        cuda.pin(host.data)
-        return pool, StreamCopier(pool, host, cuda.SideStream())
-    return pool, KVCopier(pool, KVPool(part.config, num_blocks=pools.num_host_blocks, block_size=size, dtype=dtype))
-
-
-def check_gpu(engine: EngineConfig) -> None:
-    """Raises ConfigError if this rank should compute on a GPU and has none."""
-    if engine.device != "cuda":
-        return
-    from farsight.engine import cuda
-
-    problem = cuda.device_problem()
-    if problem is not None:
-        raise ConfigError("engine.device", engine.device, f"cpu ({problem})")
-
-
-def recover_on(device: str) -> Callable[[], None]:
-    """A function that frees memory of a device that has run out of it, as far as possible."""
-    if device != "cuda":
-        return lambda: None
-    from farsight.engine import cuda
-
-    return cuda.recover
+    return pool, make_copier(part.config, pool, pools.num_host_blocks, on_gpu=device == "cuda")
 
 
 def free_bytes(part: Part, weights: StageWeights, engine: EngineConfig, num_sharers: int) -> int:
-    """Bytes that ``auto`` may take for this rank's KV pool.
+    """Returns the bytes that ``auto`` may take for this rank's KV pool.
 
     On a GPU: what the weights and the rank's part of the largest step leave. Else: its share of the machine's free
         memory.
@@ -236,14 +208,12 @@ def free_bytes(part: Part, weights: StageWeights, engine: EngineConfig, num_shar
     """
     if engine.device != "cuda":
         return int(AUTO_SHARE / num_sharers * available_bytes())
-    from farsight.engine import cuda
-
     return cuda.free_bytes(engine.gpu_memory_utilization, lambda: run_largest_step(part, weights, engine))
 
 
 @torch.inference_mode()
 def run_largest_step(part: Part, weights: StageWeights, engine: EngineConfig) -> None:
-    """This rank's part of it, from activations that are zero, beside those of as many steps as may be under way.
+    """Runs this rank's part of it, from activations that are zero, beside those of as many steps as may be under way.
 
     It runs without the other ranks: memory for exchanges with them is allocated already.
     """

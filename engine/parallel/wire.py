@@ -1,11 +1,10 @@
-"""Messages between rank 0 and the other ranks, as compact as a step is."""
+"""Messages between rank 0 and the other ranks: of steps as compact as a step is, of the start by ``core.codec``."""
 
 from __future__ import annotations
 
-import json
 import struct
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,13 +52,6 @@ class RankSetup:
     num_sharers: int
     store_port: int
 
-    @classmethod
-    def from_json(cls, data: bytes) -> RankSetup:
-        """The reverse of ``pack_json``."""
-        fields = json.loads(data)
-        parts = {"mesh": Mesh(**fields["mesh"]), "engine": EngineConfig(**fields["engine"])}
-        return cls(**fields | parts)
-
 
 @dataclass(frozen=True, slots=True)
 class RankLoaded:
@@ -104,19 +96,14 @@ class Finished:
     out_of_memory: bool = False
 
 
-def pack_json(message: Any) -> bytes:
-    """One of the dataclasses above; they cross once."""
-    return json.dumps(asdict(message)).encode()
-
-
 def pack_order(order: StepOrder | KVCopy) -> bytes:
-    """int32 throughout: no token, slot or block has a larger number."""
+    """Packs an order as int32 throughout: no token, slot or block has a larger number."""
     numbers = _copy_numbers(order) if isinstance(order, KVCopy) else _step_numbers(order)
     return numbers.astype(np.int32).tobytes()
 
 
 def unpack_order(data: bytes) -> StepOrder | KVCopy:
-    """The reverse of ``pack_order``."""
+    """Reverses ``pack_order``."""
     numbers = np.frombuffer(data, dtype=np.int32).astype(np.int64)
     return _read_copy(numbers) if numbers[0] == _COPY else _read_step(numbers)
 
@@ -158,14 +145,14 @@ def _read_copy(numbers: np.ndarray) -> KVCopy:
 
 
 def pack_report(report: Copied | Finished) -> bytes:
-    """A rank's messages to rank 0."""
+    """Packs a rank's message to rank 0."""
     if isinstance(report, Copied):
         return _COPIED.pack(_COPY, report.copy_id, report.failed)
     return bytes([_STEP, report.out_of_memory]) + report.failure.encode()
 
 
 def unpack_report(data: bytes) -> Copied | Finished:
-    """The reverse of ``pack_report``."""
+    """Reverses ``pack_report``."""
     if data[0] == _STEP:
         return Finished(data[2:].decode(), bool(data[1]))
     _, copy_id, failed = _COPIED.unpack(data)

@@ -68,7 +68,7 @@ def adjust_logits(
 
 
 def _penalize(scores: Tensor, rows: list[int], params: list[SamplingParams], counts: list[TokenCounts]) -> None:
-    """Repetition as transformers' ``RepetitionPenaltyLogitsProcessor``, over prompt and output; presence and frequency
+    """Penalises: repetition as transformers' ``RepetitionPenaltyLogitsProcessor``, over all; presence and frequency
     as OpenAI defines them, over the output.
     """
     ids = [each.ids.tolist() for each in counts]
@@ -103,14 +103,14 @@ def forbidden_ids(param: SamplingParams, history: TokenHistory, eos_token_ids: t
 
 
 def _places(scores: Tensor, rows: list[int], ids: list[list[int]]) -> Tensor:
-    """Indices into the flat scores of the given tokens of each row, row by row."""
+    """Returns indices into the flat scores of the given tokens of each row, row by row."""
     tokens = torch.tensor(list(chain.from_iterable(ids)), dtype=torch.int64, device=scores.device)
     starts = torch.tensor([row * scores.shape[-1] for row in rows], dtype=torch.int64, device=scores.device)
     return tokens + starts.repeat_interleave(_lengths(scores, ids))
 
 
 def _repeated(scores: Tensor, values: list[float], ids: list[list[int]]) -> Tensor:
-    """Each row's value once for each of its tokens."""
+    """Returns each row's value once for each of its tokens."""
     return torch.tensor(values, dtype=scores.dtype, device=scores.device).repeat_interleave(_lengths(scores, ids))
 
 
@@ -119,7 +119,7 @@ def _lengths(scores: Tensor, ids: list[list[int]]) -> Tensor:
 
 
 def why_no_token(logits: Tensor, scores: Tensor, param: SamplingParams, history: TokenHistory) -> NoToken:
-    """Whether the model or the request itself left no token to choose.
+    """Tells whether the model or the request itself left no token to choose.
 
     Args:
         logits: Logits as the model computed them, float32 ``[vocab]``.
@@ -151,7 +151,7 @@ _ALL_FORBIDDEN = "are all -inf"
 
 
 def _problem(scores: Tensor) -> str:
-    """Why a row has no likeliest token; empty if it has one."""
+    """Returns why a row has no likeliest token; empty if it has one."""
     top = scores.amax()
     if torch.isfinite(top):
         return ""

@@ -32,7 +32,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def counter_uniform(seed: int, position: int) -> float:
-    """The uniform number in [0, 1) that belongs to ``position`` under ``seed``; 53 bits.
+    """Returns the uniform number in [0, 1) that belongs to ``position`` under ``seed``; 53 bits.
 
     SplitMix64 (Steele, Lea, Flood 2014) with the counter in place of its state. The seed is mixed first, because
     seeds that differ by a multiple of the increment would otherwise share one stream, shifted.
@@ -56,7 +56,7 @@ class StepLogits(NamedTuple):
 
 
 def likeliest(scores: Tensor) -> Tensor:
-    """The likeliest token of each row, int64 ``[rows]``; ``NO_TOKEN`` where there is none.
+    """Returns the likeliest token of each row, int64 ``[rows]``; ``NO_TOKEN`` where there is none.
 
     One look at the best score tells: to ``argmax`` a NaN is larger than any number. CUDA graphs record this, so no
     ``torch.where`` with a number: that copies it to the device.
@@ -92,7 +92,7 @@ class Sampler:
         best: list[int] | None = None,
         masks: MaskedRows | None = None,
     ) -> list[int]:
-        """The next token of each row; ``NO_TOKEN`` where there is none, which does not affect the other rows.
+        """Returns the next token of each row; ``NO_TOKEN`` where there is none, which does not affect the other rows.
 
         Args:
             logits: float32 ``[rows, vocab]``.
@@ -104,55 +104,38 @@ class Sampler:
         """
         if masks is not None:
             logits = masks.apply(logits)
-        special = [row for row, param in enumerate(params) if not param.plain]
-        if len(special) == len(params):
-            return self._choose(logits, params, positions, histories)
-        tokens: list[int] = likeliest(logits).tolist() if best is None else list(best)
-        if special:
-            chosen = self._choose(
-                logits[torch.tensor(special, device=logits.device)],
-                [params[row] for row in special],
-                [positions[row] for row in special],
-                [histories[row] for row in special] if histories else (),
-            )
-            for row, token in zip(special, chosen, strict=True):
-                tokens[row] = token
+        tokens = [NO_TOKEN] * len(params) if best is None else list(best)
+        for draws in (False, True):
+            chosen = [row for row, each in enumerate(params) if each.greedy is not draws]
+            rows = chosen if best is None else [row for row in chosen if not params[row].plain]
+            if rows:
+                scores = self._scores(logits, rows, params, histories)
+                own = [params[row] for row in rows]
+                found = self._draw(scores, own, [positions[row] for row in rows]) if draws else likeliest(scores)
+                for row, token in zip(rows, found.tolist(), strict=True):
+                    tokens[row] = token
         return tokens
 
-    def _choose(
+    def _scores(
         self,
         logits: Tensor,
+        rows: list[int],
         params: SequenceOf[SamplingParams],
-        positions: SequenceOf[int],
         histories: SequenceOf[TokenHistory],
-    ) -> list[int]:
-        """The same for rows that are not all plain."""
-        scores = self._adjust(logits, params, histories)
-        drawn = [row for row, param in enumerate(params) if not param.greedy]
-        if len(drawn) == len(params):
-            return self._draw(scores, params, positions)
-        tokens: list[int] = likeliest(scores).tolist()
-        if drawn:
-            rows = scores[torch.tensor(drawn, device=scores.device)]
-            draws = self._draw(rows, [params[row] for row in drawn], [positions[row] for row in drawn])
-            for row, token in zip(drawn, draws, strict=True):
-                tokens[row] = token
-        return tokens
-
-    def _adjust(
-        self, logits: Tensor, params: SequenceOf[SamplingParams], histories: SequenceOf[TokenHistory]
     ) -> Tensor:
-        adjusted = [row for row, param in enumerate(params) if param.adjusts]
+        """Returns the logits of some rows, adjusted where their parameters ask for that."""
+        scores = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+        adjusted = [place for place, row in enumerate(rows) if params[row].adjusts]
         if not adjusted:
-            return logits
-        rows = torch.tensor(adjusted, device=logits.device)
-        scores = adjust_logits(
-            logits[rows], [params[row] for row in adjusted], [histories[row] for row in adjusted], self._eos_token_ids
+            return scores
+        places, own = torch.tensor(adjusted, device=logits.device), [rows[place] for place in adjusted]
+        changed = adjust_logits(
+            scores[places], [params[row] for row in own], [histories[row] for row in own], self._eos_token_ids
         )
-        return scores if len(adjusted) == len(params) else logits.index_copy(0, rows, scores)
+        return scores.index_copy(0, places, changed)
 
-    def _draw(self, logits: Tensor, params: SequenceOf[SamplingParams], positions: SequenceOf[int]) -> list[int]:
-        """Inverse of the cumulative distribution, over the vocabulary in order of token id."""
+    def _draw(self, logits: Tensor, params: SequenceOf[SamplingParams], positions: SequenceOf[int]) -> Tensor:
+        """Inverts the cumulative distribution, over the vocabulary in order of token id."""
         scores = warp_logits(logits, params)
         cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
         uniforms = [counter_uniform(param.seed, position) for param, position in zip(params, positions, strict=True)]
@@ -160,13 +143,12 @@ class Sampler:
         targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device) * totals
         # right=True: the first token whose cumulative mass exceeds the target, so one of mass 0 is never drawn
         found = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0]
-        tokens: list[int] = found.masked_fill_(totals.isnan(), NO_TOKEN).tolist()
-        return tokens
+        return found.masked_fill_(totals.isnan(), NO_TOKEN)
 
     def token_logprobs(
         self, logits: Tensor, rows: SequenceOf[int], tokens: SequenceOf[int], num_top: SequenceOf[int]
     ) -> list[TokenLogprobs]:
-        """Log probabilities of one token for each of some rows and of the ``num_top`` likeliest of the row.
+        """Returns log probabilities of one token for each of some rows and of the ``num_top`` likeliest of the row.
 
         Args:
             logits: float32 ``[any, vocab]``.
@@ -179,7 +161,7 @@ class Sampler:
         return found
 
     def prompt_logprobs(self, logits: Tensor, first: int, rows: PromptRows, sequence: Sequence) -> list[TokenLogprobs]:
-        """Log probabilities of the tokens of a prompt that rows are about, the first of which is ``logits[first]``."""
+        """Returns those of the tokens of a prompt that rows are about, the first of which is ``logits[first]``."""
         tokens = sequence.token_ids[rows.position + 1 : rows.position + 1 + rows.num_rows]
         places = range(first, first + rows.num_rows)
         return self.token_logprobs(logits, places, tokens, [sequence.sampling.logprobs or 0] * rows.num_rows)
@@ -187,14 +169,14 @@ class Sampler:
     def why_no_token(
         self, logits: Tensor, row: int, param: SamplingParams, history: TokenHistory, masks: MaskedRows | None = None
     ) -> NoToken:
-        """Why ``sample`` gives a row ``NO_TOKEN``; ``logits`` are those of the step, float32 ``[rows, vocab]``."""
+        """Tells why ``sample`` gives a row ``NO_TOKEN``; ``logits`` are the step's, float32 ``[rows, vocab]``."""
         logits = (logits if masks is None else masks.apply(logits))[row]
         scores = adjust_logits(logits[None], [param], [history], self._eos_token_ids)[0]
         return why_no_token(logits, scores, param, history)
 
 
 def warp_logits(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tensor:
-    """Temperature, top-k, top-p, then min-p, as transformers' logits warpers; dropped tokens are -inf.
+    """Applies temperature, top-k, top-p, then min-p, as transformers' logits warpers; dropped tokens are -inf.
 
     A row that has no likeliest token becomes NaN as a whole.
 
@@ -295,7 +277,7 @@ class PromptRows(NamedTuple):
 
 
 def find_prompt_rows(batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence]) -> list[PromptRows]:
-    """The rows of a step, its items in ``order``, that bring log probabilities of prompts not known yet.
+    """Returns the rows of a step, its items in ``order``, that bring log probabilities of prompts not known yet.
 
     Raises:
         IntegrityError: tokens before them were never computed here.

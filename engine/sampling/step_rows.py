@@ -51,7 +51,7 @@ class SampledRows(NamedTuple):
 
 
 def sampled_rows(items: SequenceOf[StepItem], sequences: Mapping[str, Sequence]) -> SampledRows:
-    """The rows of items that sample: one for the last known token, and one for each guess behind it."""
+    """Returns the rows of items that sample: one for the last known token, and one for each guess behind it."""
     rows = SampledRows([], [], [])
     for item in items:
         sequence = sequences[item.request_id]
@@ -67,7 +67,7 @@ def sampled_rows(items: SequenceOf[StepItem], sequences: Mapping[str, Sequence])
 
 
 def tokens_that_stand(drawn: SequenceOf[int], drafts: SequenceOf[int]) -> list[int]:
-    """The new tokens of an item: the first draw, and each that follows a guess equal to the draw in its place.
+    """Returns the new tokens of an item: the first draw, and each that follows a guess equal to the draw in its place.
 
     A row without a token ends them; the next step finds it again, and says why.
 
@@ -97,7 +97,7 @@ class RowsToPool(NamedTuple):
 
 
 def find_rows_to_pool(batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence]) -> list[RowsToPool]:
-    """The rows of a step, its items in ``order``, of vectors that are not known yet.
+    """Returns the rows of a step, its items in ``order``, of vectors that are not known yet.
 
     Raises:
         IntegrityError: Positions of a mean were never computed here.
@@ -122,7 +122,7 @@ def find_rows_to_pool(batch: StepBatch, order: list[int], sequences: Mapping[str
 
 @torch.inference_mode()
 def pool_rows(hidden: Tensor, places: Mapping[int, int], found: list[RowsToPool]) -> dict[int, PooledRows]:
-    """By index of the item.
+    """Sums hidden states, by index of the item.
 
     Args:
         hidden: float32 ``[R, hidden]``.

@@ -96,7 +96,7 @@ def _find_masks(jobs: list[_Job], vocab_size: int) -> MaskedRows:
 
 
 def caps_on(bits: Tensor) -> Tensor:
-    """The caps of bits on a device, which are smaller to copy; float32 ``[rows, 8 * bytes]``."""
+    """Returns the caps of bits on a device, which are smaller to copy; float32 ``[rows, 8 * bytes]``."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     is_allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1).bool()
     caps = torch.full(is_allowed.shape, float("-inf"), device=bits.device)

@@ -110,14 +110,12 @@ class TorchBackend:
         *,
         with_hidden: bool = False,
     ) -> StepLogits:
-        """See ``StepBackend.run``."""
         size, vocab_size = self._pool.block_size, self._model.config.vocab_size
         layout = build_layout(batch, order, sequences, size, vocab_size, self._pool.device, more_rows)
         return self._forward(layout, with_hidden=with_hidden)
 
     @torch.inference_mode()
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
-        """See ``ReadyBackend.run_ready``."""
         check_row_tokens(inputs.rows, self._model.config.vocab_size)
         return self._forward(layout_of(inputs.items, inputs.rows, self._pool.block_size, self._pool.device))
 
@@ -174,7 +172,6 @@ class GraphBackend(TorchBackend):
         *,
         with_hidden: bool = False,
     ) -> StepLogits:
-        """See ``StepBackend.run``."""
         items = [batch.items[i] for i in order]
         plain = not (more_rows or with_hidden or find_given_rows(items, sequences)) and items
         size = self._graphs.find(items) if plain else None
@@ -188,7 +185,6 @@ class GraphBackend(TorchBackend):
         return StepLogits(*self._graphs.run(size, inputs))
 
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
-        """See ``ReadyBackend.run_ready``."""
         size = self._graphs.find(inputs.items)
         return super().run_ready(inputs) if size is None else StepLogits(*self._graphs.run(size, inputs))
 
@@ -196,7 +192,7 @@ class GraphBackend(TorchBackend):
 def make_backend(
     name: str, config: DecoderConfig, weights: ModelWeights, pool: KVPool, max_len: int, num_threads: int = 1
 ) -> StepBackend:
-    """The backend of that name on the CPU; ``auto`` is the compiled one where it is available.
+    """Makes the backend of that name on the CPU; ``auto`` is the compiled one where it is available.
 
     Args:
         num_threads: Threads of the compiled step; torch operations use those of ``torch.set_num_threads``.
@@ -224,7 +220,7 @@ def make_backend(
 
 
 def make_sampler(backend: StepBackend, eos_token_ids: tuple[int, ...], name: str = "torch") -> Sampler:
-    """The sampler beside a backend: compiled beside a compiled one, and where ``auto`` computes by torch on the CPU.
+    """Makes the sampler beside a backend: compiled beside a compiled one, and where ``auto`` has torch on the CPU.
 
     Args:
         name: As in ``make_backend``.

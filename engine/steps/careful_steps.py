@@ -28,7 +28,7 @@ def fault_of(error: Exception, is_lost: Callable[[], bool]) -> StepFault:
     """Judges a step by what it raised after all parts were tried.
 
     Args:
-        is_lost: Asks the device (``lost_on``).
+        is_lost: Asks the device (``cuda.lost_on``).
     """
     if isinstance(error, torch.OutOfMemoryError):
         return StepFault.REQUESTS
@@ -55,7 +55,7 @@ class CarefulSteps:
         self.max_tokens: int | None = None
 
     def fits(self, batch: StepBatch) -> bool:
-        """Whether a step should be tried in one go."""
+        """Returns whether a step should be tried in one go."""
         return self.max_tokens is None or batch.num_tokens <= self.max_tokens
 
     def execute(
@@ -67,7 +67,7 @@ class CarefulSteps:
         whole: bool,
         counts: Counts = _all_count,
     ) -> list[int | None]:
-        """Like ``run`` of the whole batch. A batch that is cut loses its padding, which is only computed to take time,
+        """Runs the whole batch like ``run``. A batch that is cut loses its padding, which is only there to take time,
         and the drafts of its items.
 
         Args:
@@ -103,7 +103,7 @@ class CarefulSteps:
         return whole_step if whole_step.tells_more else tokens
 
     def _attempt(self, run: Run, batch: StepBatch, *, last: bool = False) -> list[int | None] | None:
-        """The step's tokens; None if it did not fit, which is an error of the ``last`` attempt."""
+        """Returns the step's tokens; None if it did not fit, which is an error of the ``last`` attempt."""
         try:
             return run(batch)
         except torch.OutOfMemoryError as error:
@@ -130,7 +130,7 @@ _Items = list[tuple[int, StepItem]]
 
 
 def cut_step(items: _Items, max_tokens: int, sequences: Mapping[str, Sequence]) -> tuple[_Items, _Items]:
-    """The first items, with at most ``max_tokens`` together but at least one token, and the remaining items.
+    """Cuts off the first items, at most ``max_tokens`` together but at least one token; returns these and the rest.
 
     An item may be cut in two parts, of which the second samples. An item of which every position brings something, such
     as log probabilities of its prompt, is not cut.

@@ -162,7 +162,7 @@ class DecodeGraphs:
         return run
 
     def find(self, items: list[StepItem]) -> DecodeSize | None:
-        """The smallest recorded size that holds a step; None if the step does not only decode, or no size holds it."""
+        """Finds the smallest recorded size that holds a step; None if it does not only decode, or none holds it."""
         if not all(item.num_tokens == 1 and item.samples for item in items):
             return None
         rows = self._sizes.num_rows(len(items))

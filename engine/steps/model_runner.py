@@ -19,6 +19,7 @@ from farsight.engine.checkpoint.weights import Progress, load_weights
 from farsight.engine.kv_pool import KVPool, pool_dtype
 from farsight.engine.models.quantize import quantize_weights, tell_of_rounding
 from farsight.engine.native.model import NativeBackend
+from farsight.engine.runner import Runner
 from farsight.engine.sampling.sampler import NO_TOKEN, PromptRows, Sampler, StepLogits, find_prompt_rows
 from farsight.engine.sampling.step_rows import RowsToPool, find_rows_to_pool, pool_rows, sampled_rows, tokens_that_stand
 from farsight.engine.sampling.token_masks import MaskedRows, begin_masks
@@ -51,7 +52,7 @@ class _Ready:
     token_ids: list[int] | None = None
 
 
-class ModelRunner:
+class ModelRunner(Runner):
     """A model with its KV pool. It changes the pool only, never the sequences that it gets.
 
     Args:
@@ -100,7 +101,7 @@ class ModelRunner:
         kv_dtype: str = "auto",
         progress: Progress | None = None,
     ) -> ModelRunner:
-        """A runner of the checkpoint in ``model_dir`` with a pool of ``num_blocks`` blocks.
+        """Loads the checkpoint in ``model_dir``, with a pool of ``num_blocks`` blocks.
 
         Args:
             config: That of the directory, if it is known already.
@@ -127,9 +128,6 @@ class ModelRunner:
         if found and not bits and isinstance(steps, NativeBackend):
             tell_of_rounding(found)
         return cls(config, pool, steps, max_model_len, make_sampler(steps, config.eos_token_ids, backend))
-
-    def begin(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> None:
-        """Does nothing: there is one step at a time."""
 
     def look_ahead(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> bool:
         """Makes the inputs of a step that only decodes, while the step before it computes in another thread.
@@ -184,7 +182,6 @@ class ModelRunner:
         return careful.execute(lambda part: self._execute(part, sequences), batch, sequences, whole=careful.fits(batch))
 
     def fault(self, error: Exception) -> StepFault:
-        """What the error of a failed step says about the device."""
         return fault_of(error, self._is_lost)
 
     @property
@@ -193,7 +190,7 @@ class ModelRunner:
         return 0 if self._careful is None else self._careful.num_ooms
 
     def _execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
-        """Like ``execute``, in one go."""
+        """Executes a step in one go."""
         ready = self._ready
         if ready is not None and ready.batch is batch:
             return self._execute_ready(ready, sequences)
@@ -217,7 +214,7 @@ class ModelRunner:
         return found if found.tells_more else list(found)
 
     def _execute_ready(self, ready: _Ready, sequences: Mapping[str, Sequence]) -> list[int | None]:
-        """Like ``execute`` of a step whose items all sample."""
+        """Executes a step whose items all sample."""
         known = ready.token_ids
         ready.inputs.complete(None if known is None else [known[i] for i in ready.order])
         masks = self._begin_masks([ready.batch.items[i] for i in ready.order], sequences)
@@ -236,7 +233,7 @@ class ModelRunner:
     def _with_padding(
         self, batch: StepBatch, sequences: Mapping[str, Sequence]
     ) -> tuple[StepBatch, Mapping[str, Sequence]]:
-        """The step with its padding as items behind the others: rows like any, of a sequence of pads.
+        """Returns the step with its padding as items behind the others: rows like any, of a sequence of pads.
 
         The sequences of the batch attend to their own tokens alone, so ``Padding.context_tokens`` are not computed.
         """
@@ -322,7 +319,7 @@ class ModelRunner:
     def _prompt_logprobs(
         self, logits: Tensor, prompts: list[PromptRows], batch: StepBatch, sequences: Mapping[str, Sequence]
     ) -> dict[int, ItemLogprobs]:
-        """By index of the item; ``logits`` are those of one part of ``prompts`` after the other."""
+        """Returns, by index of the item, those of ``logits``, which are of one part of ``prompts`` after the other."""
         found = {}
         first = 0
         for part in prompts:
@@ -330,9 +327,6 @@ class ModelRunner:
             found[part.item] = ItemLogprobs(prompt=self.sampler.prompt_logprobs(logits, first, part, sequence))
             first += part.num_rows
         return found
-
-    def rest(self) -> None:
-        """Does nothing: a model has no work between steps."""
 
     def logits(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[Tensor | None]:
         """Runs a step; returns logits (float32 ``[vocab]``) where ``execute`` returns a token."""

@@ -66,13 +66,8 @@ class AnyresPixels:
     def grid_of(self, width: int, height: int) -> tuple[int, ...]:
         return ()
 
-    def problem(self, width: int, height: int) -> str:
-        if max(width, height) / min(width, height) > 200:
-            return "a longer side of at most 200 times the shorter"
-        return ""
-
     def best(self, height: int, width: int) -> Sides:
-        """The pinpoint that keeps most of the picture's pixels, and wastes least beside it."""
+        """Returns the pinpoint that keeps most of the picture's pixels, and wastes least beside it."""
 
         def worth(sides: Sides) -> tuple[int, int]:
             scale = min(sides[1] / width, sides[0] / height)
@@ -82,7 +77,7 @@ class AnyresPixels:
         return max(self.pinpoints, key=worth)
 
     def kept(self, height: int, width: int) -> Sides:
-        """Rows and columns of patches of the tiles that belong to the picture, and not to what pads it."""
+        """Returns rows and columns of patches of the tiles that belong to the picture, and not to what pads it."""
         high, wide = self.best(height, width)
         rows, columns = high // self.side * self.patches, wide // self.side * self.patches
         top, left = self.unpadded(height, width, rows, columns)
@@ -90,13 +85,13 @@ class AnyresPixels:
 
     @staticmethod
     def unpadded(height: int, width: int, rows: int, columns: int) -> Sides:
-        """Rows above, as below, and columns left, as right, that only pad the picture."""
+        """Returns rows above, as below, and columns left, as right, that only pad the picture."""
         if width / height > columns / rows:
             return (rows - int(round(height * (columns / width), 7))) // 2, 0
         return 0, (columns - int(round(width * (rows / height), 7))) // 2
 
     def pixels(self, rgb: np.ndarray) -> np.ndarray:
-        """float32 ``[1 + tiles, 3, side, side]``: the square, then the tiles row by row."""
+        """Returns the square, then the tiles row by row, float32 ``[1 + tiles, 3, side, side]``."""
         side, resample = self.side, self.normalising.resample
         high, wide = self.best(*rgb.shape[:2])
         parts = [resized(rgb, side, side, resample)]
@@ -106,7 +101,7 @@ class AnyresPixels:
         return np.stack([self.normalising.floats(part) for part in parts])
 
     def _fitted(self, rgb: np.ndarray, high: int, wide: int) -> np.ndarray:
-        """The picture as large as it fits, in the middle of black."""
+        """Fits the picture as large as it can be into the middle of black."""
         height, width = rgb.shape[:2]
         scale_wide, scale_high = wide / width, high / height
         if scale_wide < scale_high:
@@ -122,7 +117,7 @@ class AnyresPixels:
 
 
 def read_anyres(raw: dict[str, Any], processor: dict[str, Any]) -> AnyresPixels:
-    """By ``config.json`` and ``preprocessor_config.json``.
+    """Reads ``config.json`` and ``preprocessor_config.json``.
 
     Raises:
         UnsupportedModelError: A field of the processor that the tower does not go with.

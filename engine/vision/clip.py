@@ -14,6 +14,7 @@ from farsight.engine.checkpoint.config_fields import Fields
 from farsight.engine.vision.anyres import AnyresPixels, read_anyres
 from farsight.engine.vision.geometry import PreparedImage
 from farsight.engine.vision.layers import ACTIVATIONS, Dense, LayerNorm, TowerTensors
+from farsight.engine.vision.pixels import class_rows
 
 _MAX_LAYERS = 1 << 10
 _SQUARES = 16
@@ -63,7 +64,7 @@ class ClipTower:
         config = Fields(raw.get("vision_config") or {}, _CLIP, "vision_config.")
         config.require("model_type", ("clip_vision_model",))
         config.require("num_channels", (3,))
-        self._drops_class = _strategy(raw) == "default"
+        self._drops_class = not class_rows(raw)
         self._act = ACTIVATIONS[config.require("hidden_act", ACTIVATIONS)]
         self._hidden = config.size("hidden_size")
         self._heads = config.size("num_attention_heads")
@@ -122,7 +123,6 @@ class ClipTower:
         self._project_act = ACTIVATIONS[whole.require("projector_hidden_act", ACTIVATIONS)]
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        """See ``engine.vision.model.VisionTower.encode``."""
         squares = [torch.from_numpy(image.pixels) for image in images]
         counts = [len(each) for each in squares]
         pixels = torch.cat(squares).to(self._kernel)
@@ -130,7 +130,7 @@ class ClipTower:
         return [self._packed(part, image) for part, image in zip(torch.split(rows, counts), images, strict=True)]
 
     def _rows(self, pixels: Tensor) -> Tensor:
-        """``[squares, tokens, hidden of the text model]`` of ``[squares, 3, side, side]``."""
+        """Computes ``[squares, tokens, hidden of the text model]`` of ``[squares, 3, side, side]``."""
         hidden = self._pre_norm(self._embedded(pixels))
         found = {0: hidden} if 0 in self._features else {}
         for index, layer in enumerate(self._layers, 1):
@@ -159,7 +159,7 @@ class ClipTower:
         return hidden + layer.down(self._act(layer.up(layer.norm2(hidden))))
 
     def _packed(self, rows: Tensor, image: PreparedImage) -> Tensor:
-        """The rows of one image: of its square, then of its tiles, each row of patches with a token that ends it."""
+        """Returns the rows of one image: of its square, then of its tiles; a token ends each row of patches."""
         if self._tiles is None:
             return rows[0]
         tiles, side = self._tiles, self._patches
@@ -177,13 +177,8 @@ class ClipTower:
 _EMBEDDED = "vision_tower.{}embeddings.class_embedding"
 
 
-def _strategy(raw: dict[str, Any]) -> str:
-    config = Fields(raw, {"vision_feature_select_strategy": "default"})
-    return str(config.require("vision_feature_select_strategy", ("default", "full")))
-
-
 def _feature_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
-    """Behind which layers rows are read, 0 for none."""
+    """Returns the layers behind which rows are read, 0 for none."""
     value = config["vision_feature_layer"]
     value = -2 if value is None else value
     chosen: list[Any] = value if isinstance(value, list) and value else [value]

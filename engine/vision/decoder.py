@@ -66,11 +66,11 @@ class PictureDecoder:
         self._closed = threading.Event()
 
     def submit(self, data: bytes) -> Future[np.ndarray]:
-        """``decode`` in a thread of its own."""
+        """Decodes in a thread of its own (``decode``)."""
         return self._threads.submit(self.decode, data)
 
     def decode(self, data: bytes) -> np.ndarray:
-        """uint8 ``[height, width, 3]``, read-only. Blocks, within ``core.child_process.ANSWER_S`` at each try.
+        """Decodes a file to uint8 ``[height, width, 3]``, read-only. Blocks, within ``ANSWER_S`` at each try.
 
         Raises:
             InvalidValueError: No picture, a damaged one, one of another format, or one beyond the limits.

@@ -46,7 +46,7 @@ class _Refused(Exception):
 
 
 def read_picture(data: bytes, max_pixels: int, max_side: int) -> Image.Image:
-    """The picture in ``RGB``.
+    """Returns the picture in ``RGB``.
 
     Raises:
         Exception: It cannot be read; a decoder raises what it likes for a damaged file.
@@ -70,7 +70,7 @@ def read_picture(data: bytes, max_pixels: int, max_side: int) -> Image.Image:
 
 
 def _reason(error: Exception) -> str:
-    """Pillow's own words; the system's name paths of this machine."""
+    """Returns Pillow's own words; the system's name paths of this machine."""
     if isinstance(error, OSError) and error.errno is not None:
         return os.strerror(error.errno)
     text = " ".join(str(error).split()) or type(error).__name__
@@ -78,7 +78,7 @@ def _reason(error: Exception) -> str:
 
 
 def answered(data: bytes, max_pixels: int, max_side: int) -> tuple[bytes, bytes]:
-    """The beginning of an answer, and its pixels."""
+    """Returns the beginning of an answer, and its pixels."""
     try:
         image = read_picture(data, max_pixels, max_side)
         return READ + SIZE.pack(*image.size), image.tobytes()

@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 
 from farsight.engine.checkpoint.config_fields import Fields
-from farsight.engine.vision.pixels import CLIP_PROCESSOR, Normalising, read_normalising, resized
-
-_LONGEST = 200
-"""A picture's longer side is at most so many times the shorter."""
+from farsight.engine.vision.pixels import CLIP_PROCESSOR, LONGEST, Normalising, read_normalising, resized
 
 _PROCESSOR = CLIP_PROCESSOR | {
     "patch_size": 14,
@@ -50,25 +47,21 @@ class DynamicPixels:
     @property
     def max_tokens(self) -> int:
         """Also of the longest pictures, one of whose sides is a single token, and of small ones, rounded up."""
-        thin = math.isqrt(self.max_pixels * _LONGEST) // self.side + 1
-        small = self.min_pixels // self.side**2 + 2 * math.isqrt(self.min_pixels * _LONGEST) // self.side + 3
+        thin = math.isqrt(self.max_pixels * LONGEST) // self.side + 1
+        small = self.min_pixels // self.side**2 + 2 * math.isqrt(self.min_pixels * LONGEST) // self.side + 3
         return max(self.max_pixels // self.side**2, thin, small)
 
     def tokens_of(self, width: int, height: int) -> int:
         rows, columns = self.grid_of(width, height)
         return rows * columns
 
-    def problem(self, width: int, height: int) -> str:
-        longest = max(width, height) / min(width, height)
-        return "" if longest <= _LONGEST else f"a longer side of at most {_LONGEST} times the shorter"
-
     def grid_of(self, width: int, height: int) -> tuple[int, ...]:
-        """Rows and columns of tokens."""
+        """Returns rows and columns of tokens."""
         new_height, new_width = self._resized(height, width)
         return new_height // self.side, new_width // self.side
 
     def pixels(self, rgb: np.ndarray) -> np.ndarray:
-        """float32 ``[patches, 3 * frames * patch * patch]``: token by token, the patches of one behind each other."""
+        """Returns float32 ``[patches, 3 * frames * patch * patch]``: the patches of a token together."""
         height, width = self._resized(*rgb.shape[:2])
         floats = self.normalising.floats(resized(rgb, height, width, self.normalising.resample))
         rows, columns, merge, patch = height // self.side, width // self.side, self.merge, self.patch
@@ -91,7 +84,7 @@ class DynamicPixels:
 
 
 def read_dynamic(raw: dict[str, Any], processor: dict[str, Any]) -> DynamicPixels:
-    """By ``config.json`` and ``preprocessor_config.json``.
+    """Reads ``config.json`` and ``preprocessor_config.json``.
 
     Raises:
         UnsupportedModelError: A field of the processor that the tower does not go with.
@@ -115,7 +108,7 @@ def read_dynamic(raw: dict[str, Any], processor: dict[str, Any]) -> DynamicPixel
 
 
 def _same(config: Fields, mine: str, tower: Fields, theirs: str) -> int:
-    """A size that processor and tower must agree on."""
+    """Returns a size that processor and tower must agree on."""
     size = config.size(mine, 1 << 10)
     if size != tower.size(theirs, 1 << 10):
         raise config.error(mine, f"{tower[theirs]}, as vision_config.{theirs}")
@@ -123,7 +116,7 @@ def _same(config: Fields, mine: str, tower: Fields, theirs: str) -> int:
 
 
 def _bounds(config: Fields) -> tuple[int, int]:
-    """Old files say them by names of their own, and these win, as in transformers."""
+    """Reads the bounds. Old files say them by names of their own, and these win, as in transformers."""
     size = config["size"]
     if not isinstance(size, dict):
         raise config.error("size", "an object with shortest_edge and longest_edge")

@@ -18,7 +18,7 @@ from farsight.engine.checkpoint.config_fields import Fields, read_json
 from farsight.engine.checkpoint.families.vision import VISION, Shape, VisionFamily, seeing_name
 from farsight.engine.vision.anyres import read_anyres
 from farsight.engine.vision.dynamic import read_dynamic
-from farsight.engine.vision.pixels import check_rgb, read_square, read_stretched
+from farsight.engine.vision.pixels import LONGEST, check_rgb, read_square, read_stretched
 from farsight.tokenization.gguf_file import is_gguf
 
 MAX_SIDE = 1 << 15
@@ -48,8 +48,6 @@ class Pixels(Protocol):
     def tokens_of(self, width: int, height: int) -> int: ...
 
     def grid_of(self, width: int, height: int) -> tuple[int, ...]: ...
-
-    def problem(self, width: int, height: int) -> str: ...
 
     def pixels(self, rgb: np.ndarray) -> np.ndarray: ...
 
@@ -84,7 +82,7 @@ class ImageGeometry:
     _pixels: Pixels
 
     def tokens_of(self, width: int, height: int) -> int:
-        """Placeholder tokens of a picture of so many pixels.
+        """Returns placeholder tokens of a picture of so many pixels.
 
         Raises:
             InvalidValueError: A picture of a size that the model does not take.
@@ -93,7 +91,7 @@ class ImageGeometry:
         return self._pixels.tokens_of(width, height)
 
     def grid_of(self, width: int, height: int) -> tuple[int, ...]:
-        """Rows and columns of these tokens where positions have axes, else nothing."""
+        """Returns rows and columns of these tokens where positions have axes, else nothing."""
         self._check(width, height)
         return self._pixels.grid_of(width, height) if self.has_grid else ()
 
@@ -103,7 +101,7 @@ class ImageGeometry:
         return self._pixels.max_tokens
 
     def prepare(self, rgb: np.ndarray) -> PreparedImage:
-        """What the tower reads of a picture.
+        """Returns what the tower reads of a picture.
 
         Args:
             rgb: uint8 ``[height, width, 3]``.
@@ -116,10 +114,13 @@ class ImageGeometry:
         return PreparedImage(self._pixels.pixels(rgb), num_tokens, self.grid_of(width, height), (height, width))
 
     def _check(self, width: int, height: int) -> None:
-        problem = "" if 1 <= width <= MAX_SIDE and 1 <= height <= MAX_SIDE else f"sides of 1 to {MAX_SIDE} pixels"
-        problem = problem or self._pixels.problem(width, height)
-        if problem:
-            raise InvalidValueError("image", f"{width} x {height} pixels", problem)
+        if not (1 <= width <= MAX_SIDE and 1 <= height <= MAX_SIDE):
+            expected = f"sides of 1 to {MAX_SIDE} pixels"
+        elif max(width, height) > LONGEST * min(width, height):
+            expected = f"a longer side of at most {LONGEST} times the shorter"
+        else:
+            return
+        raise InvalidValueError("image", f"{width} x {height} pixels", expected)
 
 
 _READERS: Mapping[Shape, Callable[[dict[str, Any], dict[str, Any]], Pixels]] = {
@@ -131,7 +132,7 @@ _READERS: Mapping[Shape, Callable[[dict[str, Any], dict[str, Any]], Pixels]] = {
 
 
 def load_geometry(model_dir: Path) -> ImageGeometry | None:
-    """How the model in ``model_dir`` sees; None for one that does not.
+    """Reads how the model in ``model_dir`` sees; None for one that does not.
 
     Raises:
         UnsupportedModelError: A field of its configuration that is not computed so.
@@ -147,7 +148,7 @@ def load_geometry(model_dir: Path) -> ImageGeometry | None:
 
 
 def read_geometry(raw: dict[str, Any], name: str, processor: dict[str, Any]) -> ImageGeometry:
-    """As ``load_geometry``, of the objects in the files of a model of the family ``name``."""
+    """Reads, as ``load_geometry``, the objects in the files of a model of the family ``name``."""
     family = VISION[name]
     pixels = _READERS[family.shape](raw, processor)
     return ImageGeometry(

@@ -20,7 +20,7 @@ _IGNORED = ("position_ids", "rotary_pos_emb.inv_freq")
 
 
 def read_tower(model_dir: Path, family: VisionFamily, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
-    """All tensors of towers and projectors, by their names without ``model.``.
+    """Reads all tensors of towers and projectors, by their names without ``model.``.
 
     Raises:
         CheckpointError: A damaged file, or a tensor that is quantised.
@@ -62,7 +62,7 @@ class TowerTensors:
         return found
 
     def ignore(self, *beginnings: str) -> None:
-        """Tensors that the tower has no use for."""
+        """Passes over tensors that the tower has no use for."""
         self._taken.update(name for name in self._tensors if name.startswith(beginnings))
 
     def check_all_taken(self) -> None:

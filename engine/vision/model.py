@@ -25,7 +25,7 @@ class VisionTower(Protocol):
     hidden_size: int
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        """The rows of each, ``[tokens, hidden]`` in the tower's dtype."""
+        """Returns the rows of each, ``[tokens, hidden]`` in the tower's dtype."""
         ...
 
 
@@ -59,13 +59,9 @@ class VisionModel:
         self.dtype = dtype
         self._tower = tower
 
-    def prepare(self, rgb: np.ndarray) -> PreparedImage:
-        """``ImageGeometry.prepare``."""
-        return self.geometry.prepare(rgb)
-
     @torch.inference_mode()
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray]:
-        """The rows of each image, float32 ``[num_tokens, hidden_size]``; exact also where the tower has 16 bits."""
+        """Returns rows of each image, float32 ``[num_tokens, hidden_size]``; exact also where the tower has 16 bits."""
         if not images:
             return []
         rows = self._tower.encode(images)
@@ -76,14 +72,14 @@ class VisionModel:
         return [found.to(self.dtype).float().cpu().numpy() for found in rows]
 
     def packed(self, rows: np.ndarray) -> bytes:
-        """The rows of an image as ``ImageSpan.embeddings``: 2 bytes a value where they are exact so, else 4."""
+        """Returns the rows of an image as ``ImageSpan.embeddings``: 2 bytes a value where they are exact so, else 4."""
         if self.dtype == torch.bfloat16:
             return torch.from_numpy(rows).to(torch.bfloat16).view(torch.int16).numpy().astype("<i2").tobytes()
         return rows.astype("<f4").tobytes()
 
 
 def load_vision(model_dir: Path, dtype: torch.dtype, device: str = "cpu") -> VisionModel | None:
-    """The vision tower of the model in ``model_dir``; None for a model that does not see.
+    """Returns the vision tower of the model in ``model_dir``; None for a model that does not see.
 
     Raises:
         UnsupportedModelError: A tower that is not computed; names the field of its configuration.
@@ -101,7 +97,7 @@ def load_vision(model_dir: Path, dtype: torch.dtype, device: str = "cpu") -> Vis
 
 
 def _computed_in(dtype: torch.dtype, device: str) -> torch.dtype:
-    """float32 where a processor would take values of 16 bits apart: products of those take five times as long there."""
+    """Returns float32 where a processor takes values of 16 bits apart: their products take five times as long there."""
     if device != "cpu" or dtype not in _INSTRUCTIONS:
         return dtype
     features = torch.cpu.get_capabilities()

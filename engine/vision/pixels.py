@@ -18,6 +18,9 @@ from farsight.engine.checkpoint.config_fields import Fields
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
+LONGEST = 200
+"""The longer side of a picture is at most so many times the shorter."""
+
 _RESAMPLES = (0, 1, 2, 3, 4, 5)  # Pillow's numbers: nearest, Lanczos, bilinear, bicubic, box, Hamming
 
 
@@ -31,7 +34,7 @@ class Normalising:
     std: tuple[float, ...]
 
     def floats(self, rgb: np.ndarray) -> np.ndarray:
-        """float32 ``[3, h, w]`` of uint8 ``[h, w, 3]``."""
+        """Returns float32 ``[3, h, w]`` of uint8 ``[h, w, 3]``."""
         scaled = (np.arange(256) * self.scale).astype(np.float32)
         channels = zip(rgb.transpose(2, 0, 1), self.mean, self.std, strict=True)
         # There are 256 bytes: a picture of 12 million pixels is looked up, and no copy of it is wider than the floats.
@@ -39,7 +42,7 @@ class Normalising:
 
 
 def read_normalising(config: Fields) -> Normalising:
-    """The fields that all processors have; what is switched off scales by 1 and moves by 0.
+    """Returns the fields that all processors have; what is switched off scales by 1 and moves by 0.
 
     Raises:
         UnsupportedModelError: A field of another form.
@@ -56,7 +59,7 @@ def read_normalising(config: Fields) -> Normalising:
 
 
 def check_rgb(rgb: np.ndarray) -> tuple[int, int]:
-    """Height and width of a picture.
+    """Returns height and width of a picture.
 
     Raises:
         InvalidValueError: Not uint8 ``[h, w, 3]``.
@@ -67,14 +70,14 @@ def check_rgb(rgb: np.ndarray) -> tuple[int, int]:
 
 
 def resized(rgb: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
-    """uint8 ``[height, width, 3]``."""
+    """Resizes to uint8 ``[height, width, 3]``."""
     if rgb.shape[:2] == (height, width):
         return rgb
     return np.asarray(Image.fromarray(rgb).resize((width, height), Image.Resampling(resample)))
 
 
 def centre_cut(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The middle of a picture, with black around it where it is smaller."""
+    """Returns the middle of a picture, with black around it where it is smaller."""
     had_height, had_width = rgb.shape[:2]
     top, left = (had_height - height) // 2, (had_width - width) // 2
     if top >= 0 and left >= 0:
@@ -107,7 +110,7 @@ _TOWER = {"image_size": 224, "patch_size": 32}
 
 
 def tower_sides(raw: dict[str, Any]) -> tuple[int, int]:
-    """Pixels of a side of the tower's square, and of its patches.
+    """Returns pixels of a side of the tower's square, and of its patches.
 
     Raises:
         UnsupportedModelError: A tower whose patches do not fill its square.
@@ -123,13 +126,13 @@ def tower_sides(raw: dict[str, Any]) -> tuple[int, int]:
 
 
 def class_rows(raw: dict[str, Any]) -> int:
-    """Rows of a tower's output that are kept beside those of its patches: 1 for the class token, or none."""
+    """Returns rows of a tower's output that are kept beside those of its patches: 1 for the class token, or none."""
     config = Fields(raw, {"vision_feature_select_strategy": "default"})
     return 1 if config.require("vision_feature_select_strategy", ("default", "full")) == "full" else 0
 
 
 def two_sides(config: Fields, name: str, side: int) -> tuple[int, int]:
-    """Height and width that a processor's field asks for, both of them those of the tower.
+    """Returns height and width that a processor's field asks for, both of them those of the tower.
 
     Raises:
         UnsupportedModelError: Any other size: the tower has no positions for it.
@@ -176,12 +179,8 @@ class SquarePixels:
     def grid_of(self, width: int, height: int) -> tuple[int, ...]:
         return ()
 
-    def problem(self, width: int, height: int) -> str:
-        longest = max(width, height) / min(width, height)
-        return "" if longest <= 200 else "a longer side of at most 200 times the shorter"
-
     def pixels(self, rgb: np.ndarray) -> np.ndarray:
-        """float32 ``[1, 3, side, side]``."""
+        """Returns float32 ``[1, 3, side, side]``."""
         if self.pads:
             rgb = _padded(rgb, self.normalising)
         height, width = rgb.shape[:2]
@@ -205,7 +204,7 @@ def _padded(rgb: np.ndarray, normalising: Normalising) -> np.ndarray:
 
 
 def read_square(raw: dict[str, Any], processor: dict[str, Any]) -> SquarePixels:
-    """By ``config.json`` and ``preprocessor_config.json``.
+    """Reads ``config.json`` and ``preprocessor_config.json``.
 
     Raises:
         UnsupportedModelError: A field of the processor that the tower does not go with.
@@ -228,7 +227,7 @@ _MAX_SIDE = 1 << 12
 
 
 def visual_fields(raw: dict[str, Any]) -> Fields:
-    """The object ``visual`` of a ``config.json``, with sizes that fit together.
+    """Returns the object ``visual`` of a ``config.json``, with sizes that fit together.
 
     Raises:
         UnsupportedModelError: Patches that do not fill the square, or queries that are no square.
@@ -247,7 +246,7 @@ def visual_fields(raw: dict[str, Any]) -> Fields:
 
 
 def read_stretched(raw: dict[str, Any], processor: dict[str, Any]) -> SquarePixels:
-    """By ``config.json`` alone: such checkpoints have no processor's file, so that one beside them is refused.
+    """Reads ``config.json`` alone: such checkpoints have no processor's file, so that one beside them is refused.
 
     Raises:
         UnsupportedModelError: As ``visual_fields``, or a processor's file.

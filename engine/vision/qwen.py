@@ -166,7 +166,6 @@ class QwenTower:
         return kind.take(tensors, name, self._width, _EPS)
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        """See ``engine.vision.model.VisionTower.encode``."""
         places, unit = self._places(images), self._merge**2
         pixels = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(self._kernel)
         hidden = F.linear(pixels, self._kernel)
@@ -213,7 +212,7 @@ class QwenTower:
         return _Places(joined.to(device), joined.argsort().to(device), cos.to(device), sin.to(device), counts, windows)
 
     def _angles(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """A quarter of a head's values is turned by the row, one by the column, each against one half a head apart."""
+        """Turns a quarter of a head's values by the row, one by the column, each against one half a head apart."""
         half = self._width // self._heads // 2
         speeds = 1.0 / (_THETA ** (torch.arange(0, half, 2, dtype=torch.float) / half))
         angles = torch.cat([rows[:, None] * speeds, columns[:, None] * speeds], -1)
@@ -222,7 +221,7 @@ class QwenTower:
 
 
 def _windows(high: int, wide: int, side: int) -> tuple[Tensor, list[int]]:
-    """The tokens of an image window by window, int64 ``[high * wide]``, and the tokens of each window."""
+    """Returns the tokens of an image window by window, int64 ``[high * wide]``, and the tokens of each window."""
     indices = torch.arange(high * wide).view(high, wide)
     parts = [
         indices[top : top + side, left : left + side].flatten()
@@ -233,7 +232,7 @@ def _windows(high: int, wide: int, side: int) -> tuple[Tensor, list[int]]:
 
 
 def _whole_blocks(config: Fields, depth: int) -> frozenset[int]:
-    """Blocks whose patches attend to their whole image."""
+    """Returns blocks whose patches attend to their whole image."""
     value = config["fullatt_block_indexes"]
     if not isinstance(value, list) or not all(type(each) is int and 0 <= each < depth for each in value):
         raise config.error("fullatt_block_indexes", f"a list of integers from 0 to {depth - 1}")
@@ -241,14 +240,14 @@ def _whole_blocks(config: Fields, depth: int) -> frozenset[int]:
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``[patches, heads, head_dim]`` turned in float32."""
+    """Turns ``[patches, heads, head_dim]`` in float32."""
     wide = heads.float()
     first, second = wide.chunk(2, -1)
     return (wide * cos + torch.cat([-second, first], -1) * sin).to(heads.dtype)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Every patch attends to all of ``[patches, heads, head_dim]``; ``[patches, width]``."""
+    """Attends from every patch to all of ``[patches, heads, head_dim]``; ``[patches, width]``."""
     query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1])
     return F.scaled_dot_product_attention(query, key, value, scale=scale)[0].transpose(0, 1).flatten(1)

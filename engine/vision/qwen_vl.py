@@ -91,7 +91,7 @@ class QwenVlTower:
             )
 
     def _take_resampler(self, queries_side: int, tensors: TowerTensors) -> None:
-        """What the queries are does not depend on a picture: they are projected here, once."""
+        """Projects the queries, once: what they are does not depend on a picture."""
         size, pool = self.hidden_size, f"{_AT}attn_pool."
         self._bring = None
         if self._width != size:
@@ -110,12 +110,11 @@ class QwenVlTower:
         self._project = tensors.take(f"{_AT}proj", size, size)
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        """See ``engine.vision.model.VisionTower.encode``."""
         pixels = torch.cat([torch.from_numpy(image.pixels) for image in images]).to(self._kernel)
         return [rows for part in torch.split(pixels, _SQUARES) for rows in self._resampled(self._patches(part))]
 
     def _patches(self, pixels: Tensor) -> Tensor:
-        """``[squares, patches, width]`` of ``[squares, 3, side, side]``."""
+        """Computes ``[squares, patches, width]`` of ``[squares, 3, side, side]``."""
         count, patch = self._side, self._patch
         cut = pixels.reshape(-1, 3, count, patch, count, patch).permute(0, 2, 4, 1, 3, 5)
         hidden = F.linear(cut.reshape(len(pixels), count * count, -1), self._kernel) + self._places
@@ -125,7 +124,7 @@ class QwenVlTower:
         return hidden
 
     def _through(self, layer: _Layer, hidden: Tensor) -> Tensor:
-        """Each head's query, key and value lie beside each other in the rows of ``qkv``."""
+        """Computes a layer; each head's query, key and value lie beside each other in the rows of ``qkv``."""
         packed = layer.qkv(layer.norm1(hidden)).view(*hidden.shape[:2], self._heads, -1).transpose(1, 2)
         query, key, value = packed.chunk(3, -1)
         attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(hidden.shape)
@@ -133,7 +132,7 @@ class QwenVlTower:
         return hidden + layer.down(F.gelu(layer.up(layer.norm2(hidden))))
 
     def _resampled(self, hidden: Tensor) -> Tensor:
-        """``[squares, queries, hidden of the text model]``."""
+        """Returns ``[squares, queries, hidden of the text model]``."""
         values = self._kv_norm(hidden if self._bring is None else self._bring(hidden))
         keys = self._heads_of(self._keys(values + self._key_places))
         queries = self._queries.expand(len(hidden), -1, -1, -1)
@@ -142,12 +141,12 @@ class QwenVlTower:
         return self._post_norm(pooled) @ self._project
 
     def _heads_of(self, rows: Tensor) -> Tensor:
-        """``[squares, heads, rows, 128]`` of ``[squares, rows, size]``."""
+        """Returns ``[squares, heads, rows, 128]`` of ``[squares, rows, size]``."""
         return rows.view(*rows.shape[:2], -1, _HEAD_DIM).transpose(1, 2)
 
 
 def _on_square(places: Tensor, side: int) -> Tensor:
-    """Positions of a square with ``side`` patches a side, between those of the stored one: ``[side * side, size]``."""
+    """Returns positions of a square of ``side`` patches a side, between the stored ones: ``[side * side, size]``."""
     stored = math.isqrt(len(places))
     if stored == side:
         return places

@@ -9,21 +9,24 @@ the same rows: the name is a hash of the picture and of the salt that divides te
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
 from farsight.core.errors import InvalidValueError
-from farsight.core.images import ImageSpan
-from farsight.engine.vision.spans import CarriedEmbeddings, unpacked
+from farsight.core.images import EncodedImage, ImageSpan
+from farsight.engine.vision.spans import carried_rows, unpacked
+
+logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<8sIIIIQ")
 _MAGIC = b"farsrows"
@@ -34,30 +37,13 @@ ORPHANED_S = 300.0
 """What a dead ingress replica held is kept for so long: its resumable streams go on elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRows:
-    """What a file says of its rows.
-
-    Attributes:
-        name: The file's name.
-        num_tokens: Rows.
-        grid: As of ``core.images.ImageSpan``.
-        num_bytes: Size of the rows.
-    """
-
-    name: str
-    num_tokens: int
-    grid: tuple[int, ...]
-    num_bytes: int
-
-
 def rows_name(digest: bytes, salt: str) -> str:
-    """The name of a picture's rows: only who has the same salt knows it."""
+    """Returns the name of a picture's rows: only who has the same salt knows it."""
     return blake2b(digest, key=blake2b(salt.encode()).digest(), digest_size=_NAME_BYTES).hexdigest()
 
 
 class RowStore:
-    """The rows that an encoder keeps; the longest unused go first. One thread at a time.
+    """The rows that an encoder keeps; the longest unused go first, and answers name them. One thread at a time.
 
     Finds what an earlier encoder has left.
 
@@ -71,7 +57,7 @@ class RowStore:
         self._held = root / _HELD
         self._folder = root / _KEPT / owner
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, StoredRows] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[EncodedImage, int]] = OrderedDict()  # with the bytes of its rows
         self.num_bytes = 0
         for folder in (root, self._held, root / _KEPT, self._folder):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -80,53 +66,52 @@ class RowStore:
             if found is None:
                 path.unlink()
             else:
-                self._add(found)
+                self._add(*found)
         self._shrink()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, name: str) -> StoredRows | None:
-        """What is kept under that name, which is the latest used from now on."""
-        found = self._kept.get(name)
-        if found is None:
+    def find(self, name: str) -> EncodedImage | None:
+        """Returns what is kept under that name, without a digest; it is the latest used from now on."""
+        if name not in self._kept:
             return None
         if not (self._folder / name).exists():
             self._forget(name)
             return None
         self._kept.move_to_end(name)
-        return found
+        return self._kept[name][0]
 
-    def keep(self, name: str, num_tokens: int, grid: tuple[int, ...], rows: bytes) -> StoredRows:
-        """Writes rows, and drops others where they are too many.
-
-        Raises:
-            OSError: They cannot be written.
-        """
+    def keep(self, name: str, image: EncodedImage) -> EncodedImage:
+        """Writes an image's rows, and drops others where they are too many; returns the image with the rows' name in
+        their place. An image whose rows cannot be written is returned as it is."""
         path = self._folder / name
         unfinished = path.with_name(f".{secrets.token_hex(8)}")
-        height, width = grid or (0, 0)
+        height, width = image.grid or (0, 0)
         try:
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(_HEAD.pack(_MAGIC, num_tokens, height, width, 0, len(rows)))
-                file.write(rows)
+                file.write(_HEAD.pack(_MAGIC, image.num_tokens, height, width, 0, len(image.embeddings)))
+                file.write(image.embeddings)
             unfinished.rename(path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
-        stored = StoredRows(name, num_tokens, grid, len(rows))
-        self._add(stored)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            logger.warning("rows of a picture cannot be written, and go with its request: %s", error)
+            return image
+        named = replace(image, embeddings=b"", rows=name)
+        self._add(replace(named, digest=b""), len(image.embeddings))
         self._shrink()
-        return stored
+        return named
 
-    def _add(self, stored: StoredRows) -> None:
-        if stored.name in self._kept:
-            self._forget(stored.name)
-        self.num_bytes += stored.num_bytes
-        self._kept[stored.name] = stored
+    def _add(self, image: EncodedImage, num_bytes: int) -> None:
+        if image.rows in self._kept:
+            self._forget(image.rows)
+        self.num_bytes += num_bytes
+        self._kept[image.rows] = image, num_bytes
 
     def _forget(self, name: str) -> None:
-        self.num_bytes -= self._kept.pop(name).num_bytes
+        _, num_bytes = self._kept.pop(name)
+        self.num_bytes -= num_bytes
 
     def _shrink(self) -> None:
         while self.num_bytes > self._max_bytes and len(self._kept) > 1:
@@ -170,7 +155,7 @@ class RowHolder:
         self._holds: Counter[str] = Counter()
 
     def hold(self, name: str) -> bool:
-        """Whether the rows are there; they stay until as many ``release`` as holds."""
+        """Returns whether the rows are there; they stay until as many ``release`` as holds."""
         if not self._holds[name] and not any(self._linked(path) for path in _places(self._root, name)):
             del self._holds[name]
             return False
@@ -208,7 +193,7 @@ class RowHolder:
 
 
 class SharedEmbeddings:
-    """Rows that came with the request, or are in a file. An ``engine.vision.spans.EmbeddingSource``.
+    """Rows that came with the request, or are in a file. ``rows`` is an ``engine.vision.spans.FindRows``.
 
     Args:
         root: As for ``RowStore``.
@@ -216,12 +201,10 @@ class SharedEmbeddings:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._carried = CarriedEmbeddings()
 
     def rows(self, span: ImageSpan, hidden_size: int) -> np.ndarray:
-        """See ``EmbeddingSource.rows``."""
         if not span.rows:
-            return self._carried.rows(span, hidden_size)
+            return carried_rows(span, hidden_size)
         for path in _places(self._root, span.rows):
             with contextlib.suppress(FileNotFoundError):
                 mapped = np.memmap(path, np.uint8, mode="r")
@@ -240,7 +223,7 @@ def _lives(pid: str) -> bool:
 
 
 def _places(root: Path, name: str) -> Iterator[Path]:
-    """Where rows of that name may be."""
+    """Yields where rows of that name may be."""
     if len(name) != 2 * _NAME_BYTES or not name.isalnum():
         raise InvalidValueError("images.rows", name, "a name that `rows_name` makes")
     for kind in (_KEPT, _HELD):
@@ -249,8 +232,8 @@ def _places(root: Path, name: str) -> Iterator[Path]:
                 yield folder / name
 
 
-def _read_head(path: Path) -> StoredRows | None:
-    """None of a file that was not written to its end, or is another."""
+def _read_head(path: Path) -> tuple[EncodedImage, int] | None:
+    """Returns a file's image and the bytes of its rows; None of a file that was not written to its end, or another."""
     with open(path, "rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or path.name.startswith("."):
@@ -258,4 +241,4 @@ def _read_head(path: Path) -> StoredRows | None:
     magic, num_tokens, height, width, _, num_bytes = _HEAD.unpack(head)
     if magic != _MAGIC or path.stat().st_size != _HEAD.size + num_bytes:
         return None
-    return StoredRows(path.name, num_tokens, (height, width) if height else (), num_bytes)
+    return EncodedImage(b"", num_tokens, (height, width) if height else (), rows=path.name), num_bytes

@@ -5,9 +5,8 @@ A chunk may begin and end within an image, so everything is asked for by ranges 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -15,29 +14,18 @@ from farsight.core.errors import InvalidValueError
 from farsight.core.images import ImageSpan
 from farsight.core.request import Request
 
-
-class EmbeddingSource(Protocol):
-    """Where a worker finds the rows of an image."""
-
-    def rows(self, span: ImageSpan, hidden_size: int) -> np.ndarray:
-        """float32 ``[span.length, hidden_size]``, read-only for everyone.
-
-        Raises:
-            InvalidValueError: They are not there, or not of that size.
-        """
-        ...
+FindRows = Callable[[ImageSpan, int], np.ndarray]
+"""Finds the rows of an image: (span, hidden size) -> float32 ``[span.length, hidden_size]``, read-only for everyone.
+Raises InvalidValueError if they are not there, or not of that size."""
 
 
-class CarriedEmbeddings:
-    """The rows that came with the request."""
-
-    def rows(self, span: ImageSpan, hidden_size: int) -> np.ndarray:
-        """See ``EmbeddingSource.rows``."""
-        return unpacked(span.embeddings, span.length, hidden_size)
+def carried_rows(span: ImageSpan, hidden_size: int) -> np.ndarray:
+    """Returns the rows that came with the request (``FindRows``)."""
+    return unpacked(span.embeddings, span.length, hidden_size)
 
 
 def unpacked(data: bytes | memoryview, length: int, hidden_size: int) -> np.ndarray:
-    """float32 ``[length, hidden_size]`` of the bytes in ``ImageSpan.embeddings``.
+    """Unpacks ``ImageSpan.embeddings`` to float32 ``[length, hidden_size]``.
 
     Raises:
         InvalidValueError: There are more or fewer of them.
@@ -72,26 +60,26 @@ class ImageInputs:
     """What a worker's model makes of images.
 
     Attributes:
-        source: Where their rows are found.
+        find_rows: Finds their rows.
         hidden_size: Values of a row.
         sees: Whether the model takes images at all.
         axes: Whether its positions have axes.
     """
 
-    source: EmbeddingSource
+    find_rows: FindRows
     hidden_size: int
     sees: bool
     axes: bool
 
     def of(self, request: Request) -> SequenceImages:
-        """The images of a request that has some.
+        """Returns the images of a request that has some.
 
         Raises:
             InvalidValueError: Their rows are not there or have another size, or the model takes no images.
         """
         if not self.sees:
             raise InvalidValueError("images", len(request.images), "none: the model reads text alone")
-        values = [self.source.rows(span, self.hidden_size) for span in request.images]
+        values = [self.find_rows(span, self.hidden_size) for span in request.images]
         return SequenceImages(request.images, values, axes=self.axes)
 
 
@@ -116,7 +104,7 @@ class SequenceImages:
         self._behind = np.concatenate([[0], np.cumsum(shifts, dtype=np.int64)])
 
     def _shift(self, index: int, span: ImageSpan) -> int:
-        """By how much an image's tokens are more than the positions that it takes."""
+        """Returns by how much an image's tokens are more than the positions that it takes."""
         if not self._axes:
             return 0
         if not span.grid:
@@ -129,17 +117,17 @@ class SequenceImages:
         return self.spans[-1].end
 
     def position(self, index: int) -> int:
-        """The position of a token outside of images, the same on all axes."""
+        """Returns the position of a token outside of images, the same on all axes."""
         return index - int(self._behind[np.searchsorted(self._ends, index, side="right")])
 
     def positions(self, start: int, end: int) -> np.ndarray:
-        """int64 ``[end - start]``: ``position`` of each token; of an image's, any that the sequence has."""
+        """Returns ``position`` of each token, int64 ``[end - start]``; of an image's, any that the sequence has."""
         found: np.ndarray = np.arange(start, end)
         found -= self._behind[np.searchsorted(self._ends, found, side="right")]
         return found
 
     def given(self, start: int, end: int, first_row: int) -> GivenRows | None:
-        """The part of images among these tokens, which are rows of the step from ``first_row`` on; None without."""
+        """Returns the part of images among these tokens, rows of the step from ``first_row`` on; None without."""
         rows, values, positions = [], [], []
         for span, held in zip(self.spans, self._values, strict=True):
             low, high = max(start, span.start), min(end, span.end)
@@ -155,14 +143,14 @@ class SequenceImages:
         return GivenRows(np.concatenate(rows), np.concatenate(values), on_axes)
 
     def _on_axes(self, span: ImageSpan, low: int, high: int) -> np.ndarray:
-        """int64 ``[3, high - low]``: time, row and column of tokens of one image."""
+        """Returns time, row and column of tokens of one image, int64 ``[3, high - low]``."""
         places = np.arange(low - span.start, high - span.start)
         columns = span.grid[1]
         return np.stack([np.zeros_like(places), places // columns, places % columns]) + self.position(span.start)
 
 
 def joined(parts: Sequence[GivenRows]) -> GivenRows | None:
-    """One after the other; None of none."""
+    """Joins them one after the other; None of none."""
     if len(parts) < 2:
         return parts[0] if parts else None
     on_axes = [part.positions for part in parts if part.positions is not None]

@@ -26,7 +26,7 @@ from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and
 from farsight.core.errors import InvalidValueError
 from farsight.core.forecast import Forecast, ForecastMade, ForecastsMade
 from farsight.core.images import EncodedImage, ImageFile
-from farsight.core.messages.log import FinishedRequests, RequestTrace, RequestTraces
+from farsight.core.messages.log import FinishedRequest, LogRecords, RequestTrace
 from farsight.core.messages.requests import Keys, Refusal, Submit
 from farsight.core.messages.status import ComponentStatus, Degraded
 from farsight.core.messages.tokens import TokenDelta, TokenPoll
@@ -99,8 +99,8 @@ class EngineClient:
         self._outgoing_due = asyncio.Event()
         self._degraded = Degraded()
         log_store = self._peers.log_store()
-        self._log = LogOutbox(log_store.append, FinishedRequests, self._degraded)
-        self._traces = LogOutbox(log_store.append_traces, RequestTraces, self._degraded)
+        self._log = LogOutbox[FinishedRequest](log_store.append, LogRecords, self._degraded)
+        self._traces = LogOutbox[RequestTrace](log_store.append, lambda new: LogRecords(traces=new), self._degraded)
         self._images = ImageClient(site, self._peers, self.ingress_id)
         self._made: list[ForecastMade] = []
         self.forecaster: PredictorClient | None = None

@@ -19,7 +19,7 @@ from farsight.engine.attention.choice import gpu_attention
 from farsight.engine.attention.layout import StepSizes
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.weights import ModelWeights
-from farsight.engine.devices.copiers import HostBlocks, StreamCopier
+from farsight.engine.devices.copiers import StreamCopier, host_blocks
 from farsight.engine.devices.model_device import load_gpu_device
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.sampling.sampler import NO_TOKEN, Sampler
@@ -264,9 +264,9 @@ def test_a_thousand_moves_without_corruption(tiny) -> None:
     """Offloads, uploads and preemptions while sequences run; every token is that of a run without any of them."""
     config, weights = tiny(torch.float32)
     runner = make_runner(config, weights, "torch", graphs=True)
-    host = HostBlocks(runner.pool, 96)
-    cuda.pin(host.data)
-    assert host.data.is_pinned()
+    host = host_blocks(runner.pool, 96)
+    cuda.pin(host)
+    assert host.is_pinned()
     copier = StreamCopier(runner.pool, host, cuda.SideStream())
     undisturbed = Driver(make_runner(config, weights, "torch", graphs=True))
     events = wander(MovingDriver(runner, copier, 96), undisturbed, 1000)

@@ -112,7 +112,7 @@ def test_the_engine_answers_as_transformers_does_and_rightly(
 def engine_answers(asked: list[tuple[np.ndarray, Question]], dtype: str) -> list[str]:
     vision = load_vision(VISION_MODEL, torch.float32)
     assert vision is not None
-    rows = vision.encode([vision.prepare(picture) for picture, _ in asked])
+    rows = vision.encode([vision.geometry.prepare(picture) for picture, _ in asked])
     spans = [
         [ImageSpan(1, PATCHES, digest_of(picture.tobytes()), embeddings=vision.packed(each))]
         for (picture, _), each in zip(asked, rows, strict=True)

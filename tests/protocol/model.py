@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from farsight.core.messages.plans import Slot
 from farsight.core.messages.requests import Key
 from farsight.core.request import Request, SamplingParams
+from farsight.engine.runner import Runner
 from farsight.engine.sequence import Sequence
 from farsight.engine.step_results import StepFault
 from farsight.kvcache import BatchLimits, BlockManager, StepBatch, StepItem
@@ -86,7 +87,7 @@ PAD = -2
 """What padding leaves behind; no sequence may read it."""
 
 
-class Device:
+class Device(Runner):
     """Runs steps and checks that they may be run: limits, grants, places, whose tokens the blocks hold.
 
     Attributes:
@@ -110,23 +111,9 @@ class Device:
         self.num_cached_starts = 0
         self._reached: dict[str, tuple[int, int]] = {}  # position, in which life of its KV
 
-    @property
-    def num_ooms(self) -> int:
-        return 0
-
     def fault(self, error: Exception) -> StepFault:
         """No step may fail: what one raises ends the test."""
         raise error
-
-    def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
-        """There is one step at a time."""
-
-    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
-        """Nothing is made ready."""
-        return False
-
-    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
-        """Never asked for."""
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         assert len(batch.items) <= self._limits.max_num_seqs, f"{len(batch.items)} sequences in a step"
@@ -141,9 +128,6 @@ class Device:
         for item in batch.padding.items:
             self._fill(item, [PAD] * (item.start + item.num_tokens))
         return [self._sample(item, sequences[item.request_id]) if item.samples else None for item in batch.items]
-
-    def rest(self) -> None:
-        """Nothing computes meanwhile."""
 
     def _check_grants(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
         granted = {item.request_id: self._granted(item.request_id, sequences) for item in batch.items}

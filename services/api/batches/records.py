@@ -121,7 +121,7 @@ class Batches:
 
     async def look(self, batch_id: str) -> StoredBatch | None:
         """A batch of any owner."""
-        kept = (await self.store.find_object(ObjectName(BATCH, batch_id))).kept
+        kept = await self.store.find_object(ObjectName(BATCH, batch_id))
         return None if kept is None else unpack(kept)
 
     async def list(self, owner: str, limit: int, after: str = "") -> tuple[StoredBatch, ...]:

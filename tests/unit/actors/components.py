@@ -23,15 +23,12 @@ from farsight.core.messages.log import (
     BatchPage,
     ExamplePage,
     FinishedBatch,
-    FinishedBatches,
     FinishedRequest,
-    FinishedRequests,
     ForecastRecord,
-    ForecastRecords,
     LogPage,
     LogQuery,
+    LogRecords,
     RequestTrace,
-    RequestTraces,
     TraceQuery,
 )
 
@@ -82,7 +79,7 @@ def trace(response_id: str, request_id: str = "i-0", part: str = "0", decisions:
 
 
 async def append_traces(store: LogStoreCalls, *records: RequestTrace) -> None:
-    await store.append_traces(RequestTraces(records))
+    await store.append(LogRecords(traces=records))
 
 
 async def read_traces(store: LogStoreCalls, response_id: str) -> tuple[RequestTrace, ...]:
@@ -90,11 +87,11 @@ async def read_traces(store: LogStoreCalls, response_id: str) -> tuple[RequestTr
 
 
 async def append(store: LogStoreCalls, *records: FinishedRequest) -> None:
-    await store.append(FinishedRequests(records))
+    await store.append(LogRecords(records))
 
 
 async def append_forecasts(store: LogStoreCalls, *records: ForecastRecord) -> None:
-    await store.append_forecasts(ForecastRecords(records))
+    await store.append(LogRecords(forecasts=records))
 
 
 async def read(store: LogStoreCalls, after_row: int = 0, limit: int = 1000) -> LogPage:
@@ -114,7 +111,7 @@ async def example_ids(store: LogStoreCalls, after_row: int = 0, limit: int = 100
 
 
 async def append_batches(store: LogStoreCalls, *records: FinishedBatch) -> None:
-    await store.append_batches(FinishedBatches(records))
+    await store.append(LogRecords(batches=records))
 
 
 async def read_batches(store: LogStoreCalls, after_row: int = 0, limit: int = 1000) -> BatchPage:
@@ -135,7 +132,7 @@ async def set_current(store: LogStoreCalls, version: int | None, kind: str = "fo
 
 
 async def read_artefact(store: LogStoreCalls, version: int | None = None, kind: str = "forest") -> Artefact | None:
-    return (await store.read_artefact(ArtefactName(kind, version))).artefact
+    return await store.read_artefact(ArtefactName(kind, version))
 
 
 async def list_artefacts(store: LogStoreCalls) -> tuple[ArtefactInfo, ...]:

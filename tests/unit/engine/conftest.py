@@ -12,7 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from farsight.core.config.engine import EngineConfig
+from farsight.engine.build import build_worker
 from farsight.engine.steps.model_runner import ModelRunner
+from farsight.engine.worker import Worker
 from tests.unit.engine.native.components import MODELS
 from tests.unit.engine.small_models import SHAPES, save_model
 
@@ -90,3 +93,9 @@ def broken_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -
     weights["model.embed_tokens.weight"][POISON] = math.nan
     save_file(weights, out / "model.safetensors", {"format": "pt"})
     return out
+
+
+@pytest.fixture
+def worker(tiny_model_dir: Path) -> Worker:
+    config = EngineConfig(kv_memory="1MiB", block_size=4, num_threads=1)
+    return build_worker(tiny_model_dir, "float32", config, incarnation="w")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +21,7 @@ from farsight.core.messages.plans import WorkerReady
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Request, SamplingParams
 from farsight.engine import sequence
+from farsight.engine.runner import Runner
 from farsight.engine.sequence import Detokenizer, Sequence, StopStrings, TokenCounts
 from farsight.engine.worker import Worker
 from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor, StepBatch
@@ -129,17 +129,11 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tiny_model_dir: Path, tmp_path
             load_tokenizer(tmp_path)
 
 
-class Script:
+class Script(Runner):
     """Says the same output whatever it is asked, and does nothing else."""
-
-    num_ooms = 0
 
     def __init__(self, output_ids: list[int]) -> None:
         self.output_ids = output_ids
-
-    def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None: ...
-
-    def rest(self) -> None: ...
 
     def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
         return [
@@ -151,7 +145,7 @@ def attempt(script: list[int], sampling: SamplingParams, known: int) -> list[Tok
     """The deltas of an attempt that begins after ``known`` tokens of the script."""
     executor = LeaseExecutor(BlockManager(64, 4), BatchLimits(4, 64), "w")
     ready = WorkerReady("w", 64, 4, 256, True, 320)
-    worker = Worker(cast(Any, Script(script)), executor, DETOKENIZER, (EOS_ID,), ready)
+    worker = Worker(Script(script), executor, DETOKENIZER, (EOS_ID,), ready)
     prompt = tuple(TOKENIZER.encode("say it:").ids)
     request = Request("r", 1, "i", prompt, sampling, tuple(script[:known]))
     offer(worker, [request])

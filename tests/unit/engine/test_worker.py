@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from farsight.core.config.engine import EngineConfig
 from farsight.core.errors import IntegrityError
 from farsight.core.messages.plans import Plan, Slot
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Request, SamplingParams
-from farsight.engine.build import build_worker
 from farsight.engine.sequence import Sequence
 from farsight.engine.worker import Worker
 from farsight.kvcache.block_manager import hash_blocks, salted_root
-
-
-@pytest.fixture
-def worker(tiny_model_dir: Path) -> Worker:
-    config = EngineConfig(kv_memory="1MiB", block_size=4, num_threads=1)
-    return build_worker(tiny_model_dir, "float32", config, incarnation="w")
 
 
 def request(name: str, *, ingress: str = "", attempt: int = 0, out: int = 5) -> Request:
@@ -134,31 +124,6 @@ def test_who_does_not_take_tokens_rests_by_request_or_by_ingress(worker: Worker)
     assert [each.request_id for each in progress if each.stalled] == ["i1", "i2", "j2"]
     worker.stall({"i": [], "k": ["k1"]})
     assert names(step(worker)) == ["i1", "i2", "j1", "j2"]
-
-
-def run(worker: Worker, lease: int, *requests: Request) -> dict[str, list[TokenDelta]]:
-    """Runs these to their ends under a lease of their own; {id: deltas}."""
-    worker.offer_plan(plan(1, *requests, lease=lease))
-    deltas: dict[str, list[TokenDelta]] = {each.request_id: [] for each in requests}
-    while outputs := step(worker):
-        for each in outputs:
-            deltas[each.request_id].append(each)
-    return deltas
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_resumed_request_says_what_it_would_have_said(worker: Worker, temperature: float) -> None:
-    sampling = SamplingParams(16, temperature=temperature, top_p=0.95, seed=11, ignore_eos=True)
-    whole = run(worker, worker.take_over().lease, Request("r", 0, "i", (5, 6, 7), sampling))["r"]
-    tokens = tuple(token for delta in whole for token in delta.token_ids)
-    assert len(tokens) == 16
-    for cut in (1, 3, 8, 15):
-        resumed = Request("r", cut, "i", (5, 6, 7), sampling, tokens[:cut])
-        deltas = run(worker, worker.take_over().lease, resumed)["r"]
-        assert [(each.start, each.token_ids, each.text, each.finish_reason) for each in deltas] == [
-            (each.start, each.token_ids, each.text, each.finish_reason) for each in whole[cut:]
-        ]
-        assert {each.attempt for each in deltas} == {cut}
 
 
 def prefix_hits(worker: Worker, *requests: Request) -> list[int]:

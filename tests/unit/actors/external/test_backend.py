@@ -25,7 +25,7 @@ from farsight.core.config.load import FarsightConfig
 from farsight.core.decisions import unpack_decisions
 from farsight.core.errors import ConfigError
 from farsight.core.messages.fleet import ReplicaNews, ReplicaState
-from farsight.core.messages.log import RequestTrace, RequestTraces, TraceQuery
+from farsight.core.messages.log import LogRecords, RequestTrace, TraceQuery
 from farsight.core.messages.plans import FinishedSequence, StartedRequest, WorkerReady
 from farsight.core.messages.requests import Key, Keys, Refusals, Submit
 from farsight.core.messages.tokens import TokenDelta, TokenPoll
@@ -59,8 +59,8 @@ class Listener:
                 news = decode(data, ReplicaNews)
                 self.started += news.started
                 self.ended += news.finished
-            case "append_traces":
-                self.traces += decode(data, RequestTraces).records
+            case "append":
+                self.traces += decode(data, LogRecords).traces
         return b""
 
     @property

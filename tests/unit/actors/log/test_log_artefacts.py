@@ -9,7 +9,7 @@ import pytest
 
 from farsight.core.codec import encode
 from farsight.core.errors import MessageError
-from farsight.core.messages.log import MAX_FEATURE_BYTES, ArtefactInfo, ArtefactName, FinishedBatches, ForecastRecords
+from farsight.core.messages.log import MAX_FEATURE_BYTES, ArtefactInfo, ArtefactName, LogRecords
 from tests.unit.actors.components import (
     append,
     artefact,
@@ -128,15 +128,14 @@ async def test_what_is_wrong_is_refused_by_the_name_of_its_field_and_nothing_is_
 ) -> None:
     monkeypatch.setattr("farsight.core.messages.log.MAX_ARTEFACT_BYTES", 1000)
     async with opened(path=path) as store:
-        for message, make, method, fields in (
-            (ForecastRecords, forecast_record, "append_forecasts", BAD_FORECASTS),
-            (FinishedBatches, finished_batch, "append_batches", BAD_BATCHES),
-        ):
+        kinds = ("forecasts", forecast_record, BAD_FORECASTS), ("batches", finished_batch, BAD_BATCHES)
+        for kind, make, fields in kinds:
             for field, value in ((field, value) for field, values in fields.items() for value in values):
                 bad = unchecked(make("b"), field, value)
                 with pytest.raises(MessageError) as caught:
-                    await store.answer(method, encode(message((make("a"), bad))))  # type: ignore[arg-type]
-                assert caught.value.field.startswith(f"{message.__name__}.records[1].{field}")
+                    records: dict[str, Any] = {kind: (make("a"), bad)}
+                    await store.answer("append", encode(LogRecords(**records)))
+                assert caught.value.field.startswith(f"LogRecords.{kind}[1].{field}")
         for field, value in ((field, value) for field, values in BAD_ARTEFACTS.items() for value in values):
             with pytest.raises(MessageError) as caught:
                 await store.answer("put_artefact", encode(unchecked(artefact(1), field, value)))

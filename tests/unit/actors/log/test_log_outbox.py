@@ -13,7 +13,7 @@ from farsight.actors.log import log_outbox
 from farsight.actors.log.log_outbox import LogOutbox
 from farsight.actors.runtime.peer import PeerLost
 from farsight.core.errors import FarsightError, MessageError
-from farsight.core.messages.log import FinishedRequest, FinishedRequests
+from farsight.core.messages.log import FinishedRequest, LogRecords
 from farsight.core.messages.status import Degraded
 from tests.unit.actors.components import LONG_S, finished, until
 
@@ -32,16 +32,16 @@ class Log:
         self.num_calls = 0
         self.records: list[FinishedRequest] = []
 
-    async def append(self, finished: FinishedRequests) -> None:
+    async def append(self, new: LogRecords) -> None:
         self.num_calls += 1
         if self.failure is not None:
             raise self.failure
-        self.records += finished.records
+        self.records += new.requests
 
 
 @asynccontextmanager
-async def sending(log: Log) -> AsyncIterator[tuple[LogOutbox[FinishedRequest, FinishedRequests], asyncio.Task[None]]]:
-    outbox = LogOutbox(log.append, FinishedRequests, log.degraded)
+async def sending(log: Log) -> AsyncIterator[tuple[LogOutbox[FinishedRequest], asyncio.Task[None]]]:
+    outbox = LogOutbox(log.append, LogRecords, log.degraded)
     task = asyncio.create_task(outbox.run())
     try:
         yield outbox, task
@@ -81,7 +81,7 @@ async def test_a_record_that_is_refused_is_a_defect_of_ours() -> None:
 
 async def test_records_that_are_lost_are_counted_and_said() -> None:
     log = Log()
-    outbox = LogOutbox(log.append, FinishedRequests, log.degraded)
+    outbox = LogOutbox(log.append, LogRecords, log.degraded)
     for number in range(log_outbox.MAX_UNLOGGED + 2):
         outbox.add(finished(str(number)))
     assert "2 log records were lost" in log.degraded.reason(time.monotonic())

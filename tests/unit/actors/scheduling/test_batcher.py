@@ -243,7 +243,7 @@ async def current(log_store: LogStore) -> Artefact:
     """The version that is current, once there is one."""
     async with asyncio.timeout(LONG_S):
         while True:
-            reply = await log_store.read_artefact(ArtefactName(KIND))
-            if reply.artefact is not None:
-                return reply.artefact
+            found = await log_store.read_artefact(ArtefactName(KIND))
+            if found is not None:
+                return found
             await asyncio.sleep(0.02)

@@ -14,6 +14,7 @@ from farsight.actors.runtime.names import own_replicas
 from farsight.actors.runtime.peer import Site
 from farsight.actors.runtime.watching import ClusterStore
 from farsight.actors.supervision import upgrade as module
+from farsight.actors.supervision.ingress_reports import IngressReports
 from farsight.actors.supervision.upgrade import RollingUpgrade, check_model
 from farsight.core.config.load import FarsightConfig
 from farsight.core.errors import FarsightError, MessageError
@@ -49,7 +50,8 @@ class Fleet:
 
     def _supervisor(self) -> RollingUpgrade:
         store = cast(ClusterStore, self)
-        return RollingUpgrade(store, str(EMBEDDED_MODEL), self, lambda: self.counts, self.change, self.renew)
+        ingresses = cast(IngressReports, self)
+        return RollingUpgrade(store, str(EMBEDDED_MODEL), ingresses, lambda: self.counts, self.change, self.renew)
 
     async def restarted(self) -> RollingUpgrade:
         """A Supervisor that starts after a crash, and knows nothing but what is stored."""

@@ -29,7 +29,7 @@ from farsight.core.images import EncodedImage, EncodeImages, ImageFile, ImageSpa
 from farsight.engine.vision.geometry import PreparedImage
 from farsight.engine.vision.model import load_vision
 from farsight.engine.vision.row_files import SharedEmbeddings
-from farsight.engine.vision.spans import CarriedEmbeddings
+from farsight.engine.vision.spans import carried_rows
 from tests.unit.actors.components import until
 from tests.unit.engine.vision.models import save_seeing_model
 from tests.unit.engine.vision.test_tokens import picture
@@ -85,11 +85,11 @@ async def test_rows_are_those_of_the_tower(model_dir: Path) -> None:
     async with encoder_of(model_dir) as encoder:
         images = await encoded(encoder, *map(file_of, rgbs))
     for rgb, image in zip(rgbs, images, strict=True):
-        prepared = vision.prepare(rgb)
+        prepared = vision.geometry.prepare(rgb)
         [rows] = vision.encode([prepared])
         assert (image.num_tokens, image.grid) == (prepared.num_tokens, prepared.grid)
         assert image.digest == file_of(rgb).digest
-        assert np.abs(CarriedEmbeddings().rows(span(image), vision.hidden_size) - rows).max() < NEAR
+        assert np.abs(carried_rows(span(image), vision.hidden_size) - rows).max() < NEAR
 
 
 async def test_an_emulated_device_counts_tokens_and_takes_time(model_dir: Path, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ async def test_an_emulated_device_counts_tokens_and_takes_time(model_dir: Path, 
         assert time.monotonic() - began >= 0.3
         [again] = await encoded(encoder, file_of(rgb))
         assert again.is_cached and count(encoder, "encoded") == 1
-    prepared = vision.prepare(rgb)
+    prepared = vision.geometry.prepare(rgb)
     assert (image.num_tokens, image.grid) == (prepared.num_tokens, prepared.grid)
     assert image.embeddings == bytes(2 * image.num_tokens * vision.hidden_size)
 

@@ -304,20 +304,12 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_pictures_take_their_tokens_time(model_dir: Path) -> None:
     (model_dir / "profile.json").write_text(json.dumps({**WITH_EYES, "image_token_s": 0.5, "image_batch_s": 3.0}))
-    clock = Clock()
-    vision = emulate_vision(model_dir, str(model_dir / "profile.json"), Pace(lambda: clock.now, clock.sleep))
+    clock = Time()
+    vision = emulate_vision(model_dir, str(model_dir / "profile.json"), clock.pace)
     assert isinstance(vision, EmulatedVision)
-    image = vision.prepare(np.zeros((20, 30, 3), np.uint8))
+    image = vision.geometry.prepare(np.zeros((20, 30, 3), np.uint8))
     assert image.num_tokens == 16 == load_geometry(model_dir).tokens_of(30, 20)  # type: ignore[union-attr]
     rows = vision.encode([image, image])
     assert clock.now == pytest.approx(103.0 + 2 * 16 * 0.5)

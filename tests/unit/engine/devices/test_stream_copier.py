@@ -20,7 +20,7 @@ from farsight.core.request import Residency
 from farsight.engine.attention.layout import StepSizes
 from farsight.engine.attention.torch_attention import TorchAttention
 from farsight.engine.devices import copiers
-from farsight.engine.devices.copiers import HostBlocks, StreamCopier
+from farsight.engine.devices.copiers import StreamCopier, host_blocks
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.steps.backends import GraphBackend
 from farsight.engine.steps.decode_graphs import Capture
@@ -69,7 +69,7 @@ def test_there_and_back(num_staged: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(copiers, "STAGING_BYTES", num_staged * BLOCK_BYTES + 1)
     device = pool(7)
     before = [contents(device, block) for block in range(7)]
-    copier = StreamCopier(device, HostBlocks(device, 6), Stream())
+    copier = StreamCopier(device, host_blocks(device, 6), Stream())
     copier.begin(KVCopy(1, Residency.HOST, (6, 0, 3, 2, 5), (1, 4, 0, 5, 2)))
     copier.begin(KVCopy(2, Residency.DEVICE, (4, 5, 1), (1, 3, 4)))
     copier.begin(KVCopy(3, Residency.DEVICE, (0,), (6,)))
@@ -87,7 +87,7 @@ def test_a_copy_is_done_when_the_stream_says_so() -> None:
     device, stream = pool(4), Stream()
     stream.open.clear()
     told = threading.Event()
-    copier = StreamCopier(device, HostBlocks(device, 4), stream)
+    copier = StreamCopier(device, host_blocks(device, 4), stream)
     copier.when_done(told.set)
     copier.begin(KVCopy(7, Residency.HOST, (1, 2), (0, 3)))
     assert copier.take_done() == [] and not told.is_set()
@@ -101,7 +101,7 @@ def test_a_copy_is_done_when_the_stream_says_so() -> None:
 
 def test_a_copy_that_cannot_be_launched_has_failed(caplog: pytest.LogCaptureFixture) -> None:
     device = pool(4)
-    copier = StreamCopier(device, HostBlocks(device, 2), Stream())
+    copier = StreamCopier(device, host_blocks(device, 2), Stream())
     copier.begin(KVCopy(1, Residency.HOST, (1,), (5,)))
     copier.begin(KVCopy(2, Residency.HOST, (1,), (1,)))
     done: list[tuple[int, bool]] = []
@@ -123,6 +123,6 @@ def test_sequences_that_are_moved_about_answer_as_if_they_were_not(tmp_path: Pat
             config, weights, pool, 512, TorchAttention([None] * 2), sizes, cast(Capture, lambda run: run), lambda: None
         )
         runners.append(ModelRunner(config, pool, backend, 512))
-    copier = StreamCopier(runners[0].pool, HostBlocks(runners[0].pool, 80), Stream())
+    copier = StreamCopier(runners[0].pool, host_blocks(runners[0].pool, 80), Stream())
     events = wander(MovingDriver(runners[0], copier, 80), Driver(runners[1]), 60)
     assert min(events.values()) > 5

@@ -56,29 +56,6 @@ def test_warpers_are_those_of_transformers():
 
 
 @each_sampler
-def test_draw_depends_on_neither_batch_nor_row(make_sampler):
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(40, 50, generator=generator)
-    rng = random.Random(1)
-    chosen = [
-        params(
-            temperature=rng.choice([0, 0.5, 2.0]),
-            top_k=rng.choice([0, 7]),
-            top_p=rng.choice([1.0, 0.8]),
-            seed=rng.getrandbits(64),
-        )
-        for _ in range(40)
-    ]
-    positions = [rng.randrange(1000) for _ in range(40)]
-    sampler = make_sampler()
-    alone = [sampler.sample(logits[i : i + 1], chosen[i : i + 1], positions[i : i + 1])[0] for i in range(40)]
-    for _ in range(5):
-        rows = rng.sample(range(40), rng.randint(1, 40))
-        together = sampler.sample(logits[rows], [chosen[i] for i in rows], [positions[i] for i in rows])
-        assert together == [alone[i] for i in rows]
-
-
-@each_sampler
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.7}, {"temperature": 2.0, "top_k": 8, "top_p": 0.9}]
 )

@@ -254,12 +254,6 @@ def test_min_tokens_holds_back_eos_stop_ids_and_stop_strings(engine: Engine) -> 
     assert "".join(delta.text for delta in outputs[2]) == "x" * 6
 
 
-@pytest.fixture
-def worker(tiny_model_dir: Path) -> Worker:
-    config = EngineConfig(kv_memory="1MiB", block_size=4, num_threads=1)
-    return build_worker(tiny_model_dir, "float32", config, incarnation="w")
-
-
 def attempt(worker: Worker, request: Request) -> list[TokenDelta]:
     slot = Slot(request.request_id, request.attempt, 99, 99, False, 0, request)
     worker.offer_plan(Plan("w", worker.take_over().lease, 1, 0, 0, (slot,)))
@@ -292,7 +286,8 @@ def test_a_resumed_request_says_and_knows_what_it_would_have(worker: Worker) -> 
         assert [each.token_ids for each in resumed] == [each.token_ids for each in whole[cut:]]
         for ours, first in zip(resumed, whole[cut:], strict=True):
             assert ours.logprobs is not None and first.logprobs is not None
-            assert (ours.start, ours.finish_reason, ours.logprobs.prompt) == (first.start, first.finish_reason, ())
+            assert (ours.start, ours.text, ours.finish_reason) == (first.start, first.text, first.finish_reason)
+            assert (ours.attempt, ours.logprobs.prompt) == (cut, ())
             assert ours.logprobs.output[0][0] == first.logprobs.output[0][0]
             assert ours.logprobs.output[0][1] == pytest.approx(first.logprobs.output[0][1], abs=1e-4)
 

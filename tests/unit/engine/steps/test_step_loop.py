@@ -20,21 +20,14 @@ from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Request, SamplingParams
 from farsight.engine import cuda
 from farsight.engine.attention.layout import DecodeInputs
-from farsight.engine.build import build_worker
 from farsight.engine.emission import Output
 from farsight.engine.engine import Engine
 from farsight.engine.sequence import Sequence
-from farsight.engine.step_results import StepFault, lost_on
+from farsight.engine.step_results import StepFault
 from farsight.engine.steps.careful_steps import fault_of
 from farsight.engine.steps.model_runner import ModelRunner
 from farsight.engine.worker import Worker
 from farsight.kvcache import StepBatch, StepItem
-
-
-@pytest.fixture
-def worker(tiny_model_dir: Path) -> Worker:
-    config = EngineConfig(kv_memory="1MiB", block_size=4, num_threads=1)
-    return build_worker(tiny_model_dir, "float32", config, incarnation="w")
 
 
 class Run:
@@ -195,8 +188,8 @@ def test_what_a_failed_step_says_about_the_device(error: Exception, lost: bool, 
 
 
 def test_only_a_gpu_is_lost() -> None:
-    assert lost_on("cuda") is cuda.is_lost
-    assert not lost_on("cpu")()
+    assert cuda.lost_on("cuda") is cuda.is_lost
+    assert not cuda.lost_on("cpu")()
 
 
 BLOCK = 16

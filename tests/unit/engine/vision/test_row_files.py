@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from farsight.core.errors import InvalidValueError
-from farsight.core.images import ImageSpan, digest_of
+from farsight.core.images import EncodedImage, ImageSpan, digest_of
 from farsight.engine.vision.row_files import ORPHANED_S, RowHolder, RowStore, SharedEmbeddings, drop_rows, rows_name
 
 HIDDEN = 4
@@ -25,8 +25,13 @@ def name_of(seed: int, salt: str = "") -> str:
     return rows_name(digest_of(bytes([seed])), salt)
 
 
+def image_of(seed: int) -> EncodedImage:
+    return EncodedImage(b"12345678", 3, (1, 3), rows_of(seed).tobytes())
+
+
 def kept(store: RowStore, seed: int) -> str:
-    store.keep(name_of(seed), 3, (1, 3), rows_of(seed).tobytes())
+    told = store.keep(name_of(seed), image_of(seed))
+    assert told == EncodedImage(b"12345678", 3, (1, 3), rows=name_of(seed))
     return name_of(seed)
 
 
@@ -148,6 +153,15 @@ def test_what_somebody_else_removed_is_known_to_be_gone(tmp_path: Path) -> None:
     assert store.num_bytes == 0
     kept(store, 1)
     assert store.find(name) is not None
+
+
+def test_rows_that_cannot_be_written_go_with_the_answer(tmp_path: Path) -> None:
+    store = RowStore(tmp_path, 1 << 20, "e")
+    folder = tmp_path / "kept" / "e"
+    folder.rmdir()
+    folder.write_bytes(b"")  # a file where the directory was
+    assert store.keep(name_of(1), image_of(1)) == image_of(1)
+    assert store.find(name_of(1)) is None
 
 
 def test_who_has_another_salt_has_another_name() -> None:

@@ -21,7 +21,7 @@ from farsight.core.request import Request, SamplingParams
 from farsight.engine.checkpoint.config_fields import UnsupportedModelError
 from farsight.engine.engine import Engine
 from farsight.engine.vision.geometry import ImageGeometry, load_geometry, read_geometry
-from farsight.engine.vision.spans import CarriedEmbeddings, SequenceImages
+from farsight.engine.vision.spans import SequenceImages, carried_rows
 from farsight.kvcache.block_manager import hash_blocks
 from tests.unit.engine.vision.models import IMAGE_ID, SHAPES, save_seeing_model
 
@@ -35,8 +35,7 @@ def span(start: int, length: int, *, digest: bytes = DIGEST, grid: tuple[int, ..
 
 
 def images_of(spans: list[ImageSpan], *, axes: bool = False) -> SequenceImages:
-    source = CarriedEmbeddings()
-    return SequenceImages(spans, [source.rows(each, HIDDEN) for each in spans], axes=axes)
+    return SequenceImages(spans, [carried_rows(each, HIDDEN) for each in spans], axes=axes)
 
 
 def test_any_cut_gives_the_same_rows_and_positions() -> None:
@@ -71,7 +70,7 @@ def test_positions_go_on_behind_the_larger_side() -> None:
 def test_rows_of_16_bits_are_read_as_they_are() -> None:
     values = torch.randn(3, HIDDEN, dtype=torch.bfloat16)
     packed = values.view(torch.int16).numpy().tobytes()
-    found = CarriedEmbeddings().rows(ImageSpan(0, 3, DIGEST, (), packed), HIDDEN)
+    found = carried_rows(ImageSpan(0, 3, DIGEST, (), packed), HIDDEN)
     assert np.array_equal(found, values.float().numpy())
 
 

@@ -71,7 +71,7 @@ def expand(vision: VisionModel, prompt: Prompt) -> tuple[list[int], list[ImageSp
             ids.append(token)
             continue
         rgb = next(pictures)
-        prepared = vision.prepare(rgb)
+        prepared = vision.geometry.prepare(rgb)
         [rows] = vision.encode([prepared])
         digest = hashlib.sha256(rgb.tobytes() + str(rgb.shape).encode()).digest()
         spans.append(ImageSpan(len(ids), prepared.num_tokens, digest, prepared.grid, vision.packed(rows)))

@@ -53,7 +53,7 @@ def check_close(found: np.ndarray, exact: np.ndarray, share: float) -> None:
 def test_batches_and_types_change_little(shape: str, tmp_path: Path) -> None:
     model_dir = save(tmp_path, shape)
     exact, rounded = seeing(model_dir), seeing(model_dir, torch.bfloat16)
-    prepared = [exact.prepare(rgb) for rgb in pictures()]
+    prepared = [exact.geometry.prepare(rgb) for rgb in pictures()]
     together = exact.encode(prepared)
     for image, rows, small in zip(prepared, together, rounded.encode(prepared), strict=True):
         [alone] = exact.encode([image])
@@ -68,7 +68,7 @@ def test_rows_are_those_of_the_description(tmp_path: Path) -> None:
     model_dir = save_written_seeing(tmp_path)
     reference, vision = WrittenReference(model_dir), seeing(model_dir)
     given = [*pictures(), np.full((1, 1, 3), 9, np.uint8)]
-    prepared = [vision.prepare(rgb) for rgb in given]
+    prepared = [vision.geometry.prepare(rgb) for rgb in given]
     for rgb, image, rows in zip(given, prepared, vision.encode(prepared), strict=True):
         np.testing.assert_allclose(image.pixels[0], reference.pixels(rgb), atol=1e-6)
         assert rows.shape == (QUERIES, HIDDEN) and image.num_tokens == QUERIES and image.grid == ()
@@ -82,7 +82,7 @@ def test_a_processor_that_cannot_compute_with_16_bits_rounds_the_rows_alone(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True})
     model_dir = save_seeing_model(tmp_path, "qwen2_vl")
     exact, rounded = seeing(model_dir), seeing(model_dir, torch.bfloat16)
-    [image] = [exact.prepare(rgb) for rgb in pictures()[:1]]
+    [image] = [exact.geometry.prepare(rgb) for rgb in pictures()[:1]]
     [rows], [small] = exact.encode([image]), rounded.encode([image])
     once = torch.from_numpy(rows).bfloat16().float().numpy()
     assert np.array_equal(small, once) == (feature == "avx2")
@@ -173,6 +173,6 @@ def test_a_processors_file_is_refused(tmp_path: Path) -> None:
 def test_a_gpu_computes_the_same_rows(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model_dir = save_seeing_model(tmp_path, shape)
     host, device = seeing(model_dir, dtype), seeing(model_dir, dtype, "cuda")
-    prepared = [host.prepare(rgb) for rgb in pictures()]
+    prepared = [host.geometry.prepare(rgb) for rgb in pictures()]
     for ours, theirs in zip(host.encode(prepared), device.encode(prepared), strict=True):
         check_close(theirs, ours, 1e-3 if dtype == torch.float32 else 0.06)

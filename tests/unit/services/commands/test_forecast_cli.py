@@ -17,7 +17,7 @@ from farsight.actors.runtime.peer import Site
 from farsight.core.config.load import FarsightConfig
 from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
 from farsight.core.errors import ConfigError
-from farsight.core.messages.log import FinishedBatch, FinishedBatches
+from farsight.core.messages.log import FinishedBatch, LogRecords
 from farsight.core.messages.step_times import BatchShape
 from farsight.estimator.knn import MIN_BATCHES
 from farsight.predictor.artefact import FILE_NAME
@@ -228,7 +228,7 @@ def learner(directory: Path) -> BatchTimeLearner:
 async def a_log(path: Path, num: int) -> None:
     async with opened(path=str(path)) as log:
         batches = [FinishedBatch(f"b{i}", "0", 4, 100, 10 + i, 10, 1.0, 10.0 + i, float(i)) for i in range(num)]
-        await log.append_batches(FinishedBatches(tuple(batches)))
+        await log.append(LogRecords(batches=tuple(batches)))
 
 
 async def test_the_batches_of_a_log_are_known_from_the_start(tmp_path: Path) -> None:

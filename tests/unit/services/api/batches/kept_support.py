@@ -10,10 +10,10 @@ from farsight.actors.log.log_sqlite import SqliteLog
 from farsight.core.kept import (
     AddParts,
     DropExpired,
+    KeptObject,
     ObjectName,
     ObjectPage,
     ObjectQuery,
-    ObjectReply,
     PartsPage,
     PartsQuery,
     PutObject,
@@ -40,16 +40,14 @@ class SqliteObjects:
     async def put_object(self, order: PutObject) -> PutVerdict:
         return await (await self._kept()).put(order)
 
-    async def find_object(self, name: ObjectName) -> ObjectReply:
-        return ObjectReply(await (await self._kept()).find(name))
+    async def find_object(self, name: ObjectName) -> KeptObject | None:
+        return await (await self._kept()).find(name)
 
     async def list_objects(self, query: ObjectQuery) -> ObjectPage:
         return ObjectPage(await (await self._kept()).list(query))
 
-    async def drop_object(self, name: ObjectName) -> ObjectPage:
-        kept = await (await self._kept()).find(name)
+    async def drop_object(self, name: ObjectName) -> None:
         await (await self._kept()).drop(name)
-        return ObjectPage(() if kept is None else (kept,))
 
     async def add_parts(self, order: AddParts) -> None:
         await (await self._kept()).add_parts(order)

@@ -279,5 +279,5 @@ async def test_a_log_that_fails_is_an_error(serve: Serve, store: SqliteObjects, 
     else:
         assert answer.status_code >= 500
     begun: KeptObject = kept[0]
-    assert (await store.find_object(ObjectName(RESPONSE, begun.object_id))).kept == begun
+    assert await store.find_object(ObjectName(RESPONSE, begun.object_id)) == begun
     assert (await service.client.get(f"{PATH}/{begun.object_id}")).status_code == 404
