@@ -49,9 +49,7 @@ class EngineBench:
         sampling: What all requests have in common.
     """
 
-    def __init__(
-        self, engine: Engine, rows: list[BenchRequest], vocab_size: int, sampling: SamplingParams = SamplingParams(1)
-    ) -> None:
+    def __init__(self, engine: Engine, rows: list[BenchRequest], vocab_size: int, sampling: SamplingParams) -> None:
         self._engine = engine
         self._sampling = sampling
         self._rows = rows
