@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command
+from benchmarks.common.servers import RunningServer, emulated_device, farsight_command
 from farsight.services.bench.report import provenance, write_json
 from farsight.services.launch.launch import EMBEDDED_NAME
 
@@ -233,7 +233,8 @@ def describe(run: dict[str, Any]) -> str:
 def main() -> int:
     args = _parse()
     folder = Path(tempfile.mkdtemp(prefix="farsight-burst-"))
-    server = RunningServer(_command(folder, args), folder / "server.log")
+    command = farsight_command(None, [*emulated_device(folder, PROFILE), *args.serve_options])
+    server = RunningServer(command, folder / "server.log")
     print(f"server log: {folder / 'server.log'}", file=sys.stderr)
     runs: list[dict[str, Any]] = []
     try:
@@ -269,12 +270,6 @@ def judge_runs(runs: list[dict[str, Any]], args: argparse.Namespace) -> list[str
             verdict = "FAILED" if value > limit else "ok"
             lines.append(f"{verdict}: {name} at once: {what} {value:.2f}, at most {limit:g}")
     return lines
-
-
-def _command(folder: Path, args: argparse.Namespace) -> ServerCommand:
-    (folder / "profile.json").write_text(json.dumps(PROFILE))
-    options = ["--kv-memory", "64MiB", "--device", f"emulated:{folder / 'profile.json'}", *args.serve_options]
-    return farsight_command(None, options)
 
 
 def _parse() -> argparse.Namespace:

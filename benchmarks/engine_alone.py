@@ -11,16 +11,20 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.common.servers import vocab_size
-from benchmarks.step_timing import StepLog, TimedRunner, detokenizing
+from benchmarks.common.timed_runner import TimedRunner
 from farsight.core.config.engine import BACKENDS, WEIGHTS, EngineConfig
 from farsight.core.request import SamplingParams
 from farsight.engine.engine import Engine
+from farsight.engine.sequence import OutputText
+from farsight.kvcache import StepBatch
 from farsight.services.bench.report import cell, markdown_table, provenance, write_json
 from farsight.services.bench.requests import BenchRequest
 from farsight.services.bench.statistics import Metrics, distribution, summarize
@@ -40,6 +44,47 @@ COLUMNS = {
 }
 
 
+@dataclass(slots=True)
+class StepLog:
+    """The steps of one run; times in seconds."""
+
+    decode_s: list[float] = field(default_factory=list)
+    prefill_s: list[float] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, batch: StepBatch, took_s: float) -> None:
+        decode = all(item.num_tokens == 1 for item in batch.items)
+        (self.decode_s if decode else self.prefill_s).append(took_s)
+        self.batch_sizes.append(len(batch.items))
+
+
+class Stopwatch:
+    """Adds up the time inside methods."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    def around(self, method: Callable[..., str]) -> Callable[..., str]:
+        def timed(*args: object) -> str:
+            began = time.perf_counter()
+            try:
+                return method(*args)
+            finally:
+                self.total_s += time.perf_counter() - began
+
+        return timed
+
+
+@contextmanager
+def detokenizing() -> Iterator[Stopwatch]:
+    """Times the detokenizer of this process."""
+    watch = Stopwatch()
+    push, flush = watch.around(OutputText.push), watch.around(OutputText.flush)
+    with mock.patch.object(OutputText, "push", push), mock.patch.object(OutputText, "flush", flush):
+        yield watch
+
+
 class EngineBench:
     """Runs workloads through one engine.
 
@@ -55,8 +100,13 @@ class EngineBench:
         self._rows = rows
         self._vocab_size = vocab_size
         self._num_runs = 0
-        self._runner = TimedRunner(engine.worker.runner)
-        engine.worker.runner = self._runner
+        self._execute_s = 0.0
+        self._last: StepBatch | None = None
+        engine.worker.runner = TimedRunner(engine.worker.runner, self._note)
+
+    def _note(self, batch: StepBatch, wall_s: float, _: float) -> None:
+        self._execute_s += wall_s
+        self._last = batch
 
     def warm_up(self, concurrency: int) -> None:
         """A few short requests, not counted."""
@@ -65,12 +115,12 @@ class EngineBench:
     def run(self, concurrency: int) -> Metrics:
         """One pass over the workload."""
         requests = self._requests()
-        execute_before = self._runner.total_s
+        execute_before = self._execute_s
         with detokenizing() as watch:
             cpu, wall = time.process_time(), time.perf_counter()
             log = self._drive(requests, concurrency)
             wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
-        execute_s = self._runner.total_s - execute_before
+        execute_s = self._execute_s - execute_before
         return {
             "output_tokens": log.num_tokens,
             "wall_s": wall_s,
@@ -110,7 +160,8 @@ class EngineBench:
             began = time.perf_counter()
             deltas = self._engine.step()
             took_s = time.perf_counter() - began
-            if (batch := self._runner.take_last()) is not None:
+            batch, self._last = self._last, None
+            if batch is not None:
                 log.add(batch, took_s)
             for delta in deltas:
                 log.num_tokens += len(delta.token_ids)

@@ -25,17 +25,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.timed_runner import TimedRunner
 from farsight.core.config.engine import EngineConfig
 from farsight.core.costs import StepCost
 from farsight.core.messages.step_times import StepSample
 from farsight.core.request import SamplingParams
 from farsight.engine.engine import Engine
-from farsight.engine.runner import Runner
-from farsight.engine.sequence import Sequence
-from farsight.engine.step_results import StepFault
 from farsight.estimator.knn import MIN_BATCHES, BatchTimes, ServedBatch, padded_batch_s
 from farsight.estimator.step_profile import StepLimits, StepProfile, step_grid
-from farsight.kvcache import StepBatch
 from farsight.kvcache.step_batch import step_sample
 from farsight.services.bench.report import markdown_table, provenance
 from farsight.services.commands.step_bench import StepBench, fit_steps, measure, relative_errors
@@ -70,40 +67,6 @@ class Timed:
         return self.of if clock == "wall" else replace(self.of, duration_s=self.cpu_s)
 
 
-class SamplingRunner(Runner):
-    """A ``Runner`` that notes what each step did and how long it took."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.steps: list[Timed] = []
-
-    def begin(self, batch: StepBatch, sequences: dict[str, Sequence]) -> None:
-        self._runner.begin(batch, sequences)
-
-    def look_ahead(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
-        return self._runner.look_ahead(batch, sequences)
-
-    def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
-        self._runner.go_on(batch, token_ids)
-
-    def rest(self) -> None:
-        self._runner.rest()
-
-    @property
-    def num_ooms(self) -> int:
-        return self._runner.num_ooms
-
-    def fault(self, error: Exception) -> StepFault:
-        return self._runner.fault(error)
-
-    def execute(self, batch: StepBatch, sequences: dict[str, Sequence]) -> list[int | None]:
-        began_at, cpu_s = time.perf_counter(), time.process_time()
-        tokens = self._runner.execute(batch, sequences)
-        duration_s, cpu_s = time.perf_counter() - began_at, time.process_time() - cpu_s
-        self.steps.append(Timed(step_sample(batch, duration_s), cpu_s))
-        return tokens
-
-
 class EstimateBench:
     """An engine and what is asked of it.
 
@@ -129,8 +92,10 @@ class EstimateBench:
 
     def workload(self) -> list[Timed]:
         """The steps of a closed loop of mixed lengths, at one concurrency after the other."""
-        before = self._engine.worker.runner
-        self._engine.worker.runner = runner = SamplingRunner(before)
+        before, steps = self._engine.worker.runner, list[Timed]()
+        self._engine.worker.runner = TimedRunner(
+            before, lambda batch, wall_s, cpu_s: steps.append(Timed(step_sample(batch, wall_s), cpu_s))
+        )
         for concurrency in CONCURRENCIES * 2:
             left = max(2, round(self._scale * 12 * math.sqrt(concurrency)))
             while left or not self._engine.idle:
@@ -142,7 +107,7 @@ class EstimateBench:
                     left -= 1
                 self._engine.step()
         self._engine.worker.runner = before
-        return runner.steps
+        return steps
 
     def batches(self, draw: Callable[[np.random.Generator], Shape]) -> list[Timed]:
         """``NUM_BATCHES`` of them; members are at least 0.8 times as long as the longest."""
@@ -231,12 +196,6 @@ def _row(name: str, errors: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _known(cost: StepCost | None) -> StepCost:
-    """The steps measured must allow a fit."""
-    assert cost is not None
-    return cost
-
-
 def query_ms(batches: list[Timed], cost: StepCost) -> float:
     """CPU milliseconds of one estimate by neighbours."""
     times = BatchTimes(cost, [batch.of for batch in batches])
@@ -262,7 +221,8 @@ def run(model: Path, scale: float, with_batches: bool) -> dict[str, Any]:
     cpu_share = sum(each.cpu_s for each in everything) / sum(each.of.duration_s for each in everything)
     found = {**provenance(["python", "-m", "benchmarks.estimates"]), "cpu_share": cpu_share, "errors": rows}
     if with_batches:
-        found["neighbours_query_cpu_ms"] = query_ms(sets["independent"], _known(cost))
+        assert cost is not None
+        found["neighbours_query_cpu_ms"] = query_ms(sets["independent"], cost)
     return found
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.burst import PROFILE, Connection, judge
-from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command
+from benchmarks.common.servers import RunningServer, emulated_device, farsight_command
 from farsight.services.bench.report import provenance, write_json
 from farsight.services.launch.launch import EMBEDDED_NAME
 
@@ -143,7 +143,8 @@ def measure(port: int, shape: str, count: int) -> dict[str, Any]:
 def main() -> int:
     args = _parse()
     folder = Path(tempfile.mkdtemp(prefix="farsight-front-door-"))
-    server = RunningServer(_command(folder, args), folder / "server.log")
+    command = farsight_command(None, [*emulated_device(folder, PROFILE), *args.serve_options])
+    server = RunningServer(command, folder / "server.log")
     print(f"server log: {folder / 'server.log'}", file=sys.stderr)
     runs, failed = [], False
     try:
@@ -165,12 +166,6 @@ def main() -> int:
         end = server.stop()
     write_json(args.json, {**provenance(PROGRAM), "runs": runs, "end": end})
     return 1 if failed else 0
-
-
-def _command(folder: Path, args: argparse.Namespace) -> ServerCommand:
-    (folder / "profile.json").write_text(json.dumps(PROFILE))
-    options = ["--kv-memory", "64MiB", "--device", f"emulated:{folder / 'profile.json'}", *args.serve_options]
-    return farsight_command(None, options)
 
 
 def _parse() -> argparse.Namespace:

@@ -78,11 +78,7 @@ def measure_idle(tree: ProcessTree) -> dict[str, float]:
     cpu_s, began = tree.cpu_s(), time.perf_counter()
     time.sleep(IDLE_S)
     cpu_percent = 100 * (tree.cpu_s() - cpu_s) / (time.perf_counter() - began)
-    return {
-        "num_processes": len(tree.processes()),
-        "pss_mib": tree.pss_bytes() / 2**20,
-        "cpu_percent": cpu_percent,
-    }
+    return {"num_processes": len(tree.processes()), "pss_mib": tree.pss_bytes() / 2**20, "cpu_percent": cpu_percent}
 
 
 def describe_end(end: dict[str, Any]) -> str:

@@ -13,7 +13,6 @@ import asyncio
 import collections
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -29,7 +28,7 @@ import aiohttp
 import psutil
 import uvloop
 
-from benchmarks.common.servers import RunningServer, ServerCommand, free_port
+from benchmarks.common.servers import RunningServer, ServerCommand, emulated_device, free_port
 from farsight.services.bench.report import provenance, write_json
 from farsight.services.launch.launch import EMBEDDED_NAME
 
@@ -319,8 +318,7 @@ def _command(folder: Path, args: argparse.Namespace) -> ServerCommand:
     words = [sys.executable, "-m", "farsight.services.cli", "serve", "--port", str(port)]
     words += ["--config", str(folder / "config.toml")]
     if not args.real:
-        (folder / "profile.json").write_text(json.dumps(PROFILE))
-        words += ["--device", f"emulated:{folder / 'profile.json'}", "--kv-memory", "64MiB"]
+        words += emulated_device(folder, PROFILE)
     return ServerCommand([*words, *args.serve_options], port, EMBEDDED_NAME)
 
 

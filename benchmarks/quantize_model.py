@@ -78,10 +78,7 @@ INPUTS = {"type": "int", "num_bits": 8, "symmetric": True, "dynamic": True, "str
 
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], dict[str, Tensor]]]] = {
     "w8a8": (_config("int-quantized", {"num_bits": 8, "strategy": "channel"}, INPUTS), w8a8),
-    "w4a16": (
-        _config("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": GROUP}, None),
-        w4a16,
-    ),
+    "w4a16": (_config("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": GROUP}, None), w4a16),
 }
 
 if __name__ == "__main__":

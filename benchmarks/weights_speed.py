@@ -87,10 +87,7 @@ def main() -> None:
     names = list(dict.fromkeys(name for name, _ in least))
     first = args.weights[0]
     table = [
-        [
-            weights,
-            *(f"{1000 * least[n, weights]:.2f} ({least[n, first] / least[n, weights]:.2f})" for n in names),
-        ]
+        [weights, *(f"{1000 * least[n, weights]:.2f} ({least[n, first] / least[n, weights]:.2f})" for n in names)]
         for weights in args.weights
     ]
     print(markdown_table(["weights, ms (times as fast)", *names], table))

@@ -149,9 +149,5 @@ A100_7B = StepCost(base_s=0.010, prefill_token_s=0.11e-3, decode_seq_s=0.02e-3, 
 def profile_cost(profile: ReplicaStepProfile) -> StepCost:
     """Returns the prices of a measured profile."""
     return StepCost(
-        profile.base_s,
-        profile.prefill_token_s,
-        profile.decode_seq_s,
-        profile.context_token_s,
-        profile.prefill_pair_s,
+        profile.base_s, profile.prefill_token_s, profile.decode_seq_s, profile.context_token_s, profile.prefill_pair_s
     )

@@ -41,12 +41,7 @@ class TextPredictor:
         InvalidValueError: Field ``encoder``: it is not the encoder of the training.
     """
 
-    def __init__(
-        self,
-        artefact: TrainedModel,
-        encoder: Encoder | Scorer | None,
-        history: HistoryPredictor,
-    ) -> None:
+    def __init__(self, artefact: TrainedModel, encoder: Encoder | Scorer | None, history: HistoryPredictor) -> None:
         try:
             self.version = int(artefact.metadata["version"])
             self.encoder = encoder

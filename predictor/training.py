@@ -113,11 +113,7 @@ def _train_on_words(
 
 
 def _train_on_embeddings(
-    examples: Sequence[Example],
-    encoder: Encoder,
-    recipe: Recipe,
-    metadata: dict[str, Any],
-    progress: Progress | None,
+    examples: Sequence[Example], encoder: Encoder, recipe: Recipe, metadata: dict[str, Any], progress: Progress | None
 ) -> TrainedModel:
     d_user, d_app = (encoder.dim if d is None else d for d in (recipe.d_user, recipe.d_app))
     shape = FeatureShape(encoder.dim, d_user, d_app)  # raises before anything is encoded

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from farsight.core.config.scheduling import DEFAULT_PRESET
 from farsight.core.errors import InvalidValueError
 from farsight.policies.presets import PRESETS
-from farsight.simulator.compare import paired_ratio, student_t
+from farsight.simulator.compare import Interval, interval, paired_ratio
 from farsight.simulator.experiment import Experiment
 from farsight.simulator.run import run
 from farsight.simulator.summary import show
@@ -35,15 +35,6 @@ class Setup:
 
     num_replicas: int
     preset: str
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A mean over windows and its 95 % interval by Student's t; both ends are None for a single window."""
-
-    mean: float
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +83,6 @@ class Advice:
     holds: bool
     reason: str
     doubts: tuple[str, ...]
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """The mean of at least one value and its 95 % interval."""
-    mean = fmean(values)
-    if len(values) == 1:
-        return Interval(mean, None, None)
-    margin = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return Interval(mean, mean - margin, mean + margin)
 
 
 def _within(found: Interval, most: float) -> Interval:
@@ -270,7 +252,7 @@ def to_dict(measured: Sequence[Measured], advice: Advice) -> dict[str, Any]:
     return {
         "options": [
             {"preset": each.setup.preset, "replicas": each.setup.num_replicas}
-            | {name: _interval_dict(each.interval(name)) for name in METRICS}
+            | {name: None if (found := each.interval(name)) is None else asdict(found) for name in METRICS}
             for each in measured
         ],
         "recommended": {"preset": advice.best.setup.preset, "replicas": advice.best.setup.num_replicas},
@@ -280,7 +262,3 @@ def to_dict(measured: Sequence[Measured], advice: Advice) -> dict[str, Any]:
         "uncertain": list(advice.doubts),
         "windows": len(advice.best.windows),
     }
-
-
-def _interval_dict(found: Interval | None) -> dict[str, float | None] | None:
-    return None if found is None else {"mean": found.mean, "low": found.low, "high": found.high}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
+
+from scipy.special import stdtrit
 
 from farsight.core.errors import InvalidValueError
 from farsight.simulator.experiment import Experiment, make_arrivals
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 CONFIDENCE = 0.95
-_T_TABLE = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
-"""Student's t at 97.5 % for 1 to 10 degrees of freedom."""
 
 _SAME, _LIGHT_SLOWDOWN = 1e-3, 1.3
 """Ratios that differ from 1 by less are none. Requests that never wait share steps, which last longer than alone."""
@@ -44,12 +44,8 @@ SHOWN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """The ratio of two presets over paired seeds: the geometric mean of the seeds' ratios and its 95 % interval.
-
-    Attributes:
-        low: Lower end of the interval; None, like ``high``, for a single seed.
-    """
+class Interval:
+    """A mean and its 95 % interval by Student's t; both ends are None for a single value."""
 
     mean: float
     low: float | None
@@ -68,7 +64,7 @@ class Compared:
     base: str
     seeds: tuple[int, ...]
     runs: tuple[Summary, ...]
-    ratios: Mapping[str, Ratio | None]
+    ratios: Mapping[str, Interval | None]
 
     def mean(self, metric: str) -> float | None:
         """The mean over the seeds; None if a run does not have the number."""
@@ -96,10 +92,7 @@ class Compared:
 
 
 def compare(
-    experiment: Experiment,
-    presets: Sequence[str],
-    seeds: Sequence[int],
-    progress: Callable[[int], None] | None = None,
+    experiment: Experiment, presets: Sequence[str], seeds: Sequence[int], progress: Callable[[int], None] | None = None
 ) -> list[Compared]:
     """Runs each preset on the workload of each seed; ratios are relative to the first preset.
 
@@ -148,35 +141,36 @@ def _shifted(progress: Callable[[int], None], begun: int) -> Callable[[int], Non
     return lambda num_ended: progress(begun + num_ended)
 
 
-def paired_ratios(runs: Sequence[Summary], base_runs: Sequence[Summary]) -> dict[str, Ratio | None]:
+def paired_ratios(runs: Sequence[Summary], base_runs: Sequence[Summary]) -> dict[str, Interval | None]:
     """For each metric the ratio to the base; None unless all values on both sides are above 0."""
     pairs = [(run.to_dict(), base.to_dict()) for run, base in zip(runs, base_runs, strict=True)]
     return {name: paired_ratio([(ours[name], theirs[name]) for ours, theirs in pairs]) for name in pairs[0][0]}
 
 
-def paired_ratio(pairs: Sequence[tuple[float | None, float | None]]) -> Ratio | None:
-    """From (value, base value) by seed: a paired t interval on the logarithms of the ratios, which are closer to a
-    normal law than the ratios and treat a half and a double alike."""
+def interval(values: Sequence[float]) -> Interval:
+    """Returns the mean of at least one value and its interval."""
+    mean = fmean(values)
+    if len(values) == 1:
+        return Interval(mean, None, None)
+    margin = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - margin, mean + margin)
+
+
+def paired_ratio(pairs: Sequence[tuple[float | None, float | None]]) -> Interval | None:
+    """From (value, base value) by seed: the geometric mean of the ratios, and a paired t interval on their logarithms,
+    which are closer to a normal law than the ratios and treat a half and a double alike."""
     logs = [math.log(ours / theirs) for ours, theirs in pairs if ours and theirs and ours > 0 and theirs > 0]
     if len(logs) < len(pairs):
         return None
-    middle = fmean(logs)
-    if len(logs) == 1:
-        return Ratio(math.exp(middle), None, None)
-    margin = student_t(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
-    return Ratio(math.exp(middle), math.exp(middle - margin), math.exp(middle + margin))
+    found = interval(logs)
+    if found.low is None or found.high is None:
+        return Interval(math.exp(found.mean), None, None)
+    return Interval(math.exp(found.mean), math.exp(found.low), math.exp(found.high))
 
 
 def student_t(degrees: int) -> float:
-    """Student's t that ``CONFIDENCE`` lies within, on both sides; beyond the table by its expansion around the normal
-    law (Abramowitz and Stegun 26.7.5), to 1e-4."""
-    if degrees <= len(_T_TABLE):
-        return _T_TABLE[degrees - 1]
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
+    """Returns Student's t that ``CONFIDENCE`` lies within, on both sides."""
+    return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))
 
 
 def comparison_table(compared: Sequence[Compared]) -> Table:
@@ -196,7 +190,7 @@ def comparison_table(compared: Sequence[Compared]) -> Table:
     return table
 
 
-def _show_ratio(ratio: Ratio | None) -> str:
+def _show_ratio(ratio: Interval | None) -> str:
     if ratio is None:
         return "-"
     if ratio.low is None or ratio.high is None:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from farsight.core.errors import FarsightError
-from farsight.simulator.advice import Advice, Interval, Measured
+from farsight.simulator.advice import Advice, Measured
 from farsight.simulator.cluster.records import Record
 from farsight.simulator.cluster.timeline import Timeline
+from farsight.simulator.compare import Interval
 
 SIZE_INCHES = (9.0, 4.5)
 MAX_LINES = 8

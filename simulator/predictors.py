@@ -24,7 +24,7 @@ _NORMAL_QUANTILES = tuple(NormalDist().inv_cdf(q) for q in QUANTILES)
 
 def oracle(arrivals: Sequence[SimRequest]) -> list[SimRequest]:
     """Forecasts the true length with certainty. O(n)."""
-    return [replace(a, forecast=_certain(a.output_len)) for a in arrivals]
+    return [replace(a, forecast=certain(a.output_len)) for a in arrivals]
 
 
 def history(arrivals: Sequence[SimRequest]) -> list[SimRequest]:
@@ -88,7 +88,8 @@ class Shuffled:
         return [replace(a, forecast=predicted[int(i)].forecast) for a, i in zip(predicted, order, strict=True)]
 
 
-def _certain(length: int) -> Forecast:
+def certain(length: float) -> Forecast:
+    """Returns a forecast of this length alone."""
     return Forecast(float(length), (float(length),) * len(QUANTILES), 1, "oracle", 1)
 
 

@@ -17,6 +17,7 @@ from farsight.policies.compose import (
     is_batch_mode,
     is_steady,
 )
+from farsight.policies.fleet.scheduler import FleetMachine
 from farsight.policies.order.offload_orders import OffloadDecider
 from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.policies.settings import PolicySettings
@@ -63,8 +64,7 @@ def run(
         IntegrityError: The preset left requests waiting for ever.
     """
     shape = _replica_shape(experiment, arrivals)
-    build = _batch_fleet if is_batch_mode(experiment.preset) else _continuous_fleet
-    fleet = build(experiment, shape, arrivals, timeline)
+    fleet = _fleet(experiment, shape, arrivals, timeline)
     recorder, failed = fleet.run(arrivals, progress), fleet.refused
     if num_lost := len(arrivals) - len(recorder.done) - len(failed):
         raise IntegrityError(f"preset {experiment.preset}: {num_lost} of {len(arrivals)} requests never ended")
@@ -93,11 +93,7 @@ def run_until(experiment: Experiment, arrivals: Workload, request_id: str) -> Re
     """
     shape = _replica_shape(experiment, arrivals)
     shape = replace(shape, look_every=min(1, shape.look_every) * LOOK_EVERY)
-    if is_batch_mode(experiment.preset):
-        fleet = _batch_fleet(experiment, shape, arrivals, None)
-    else:
-        fleet = _continuous_fleet(experiment, shape, arrivals, None)
-    for record in fleet.run(arrivals, until=request_id).done[::-1]:
+    for record in _fleet(experiment, shape, arrivals, None).run(arrivals, until=request_id).done[::-1]:
         if record.arrival.request_id == request_id:
             return record
     raise InvalidValueError("request", request_id, "one of the requests, which fits a replica")
@@ -122,12 +118,11 @@ def _any_gives_way(arrivals: Workload) -> bool:
     return any(each.deadline_s is not None or each.slo is not NO_SLO or is_flex(each.priority) for each in arrivals)
 
 
-def _continuous_fleet(
-    experiment: Experiment,
-    shape: ReplicaShape,
-    arrivals: Workload,
-    timeline: Timeline | None,
-) -> Fleet:
+def _fleet(experiment: Experiment, shape: ReplicaShape, arrivals: Workload, timeline: Timeline | None) -> Fleet:
+    """The same for both modes but for the scheduler over replicas.
+
+    Batch mode is as on a server, but for its estimates of batches: from step costs, not learned from what ran.
+    """
     settings = PolicySettings(
         experiment.scheduler,
         placement=experiment.placement,
@@ -145,30 +140,17 @@ def _continuous_fleet(
     def make_offload(index: int) -> OffloadDecider | None:
         return configured_offload(config, experiment.max_num_seqs, replace(settings, seed=first_seed + index))
 
+    machine: FleetMachine
+    if is_batch_mode(config.preset):
+        batch_s, announce_s = partial(padded_batch_s, experiment.latency), ANNOUNCE_S
+        machine = configured_batch_scheduler(config, experiment.batch, experiment.max_num_seqs, batch_s)
+    else:
+        machine, announce_s = build_router(config.preset, config.placement, settings), 0.0
     return Fleet(
-        FleetShape(shape, experiment.latency, experiment.num_replicas),
-        build_router(config.preset, config.placement, settings),
+        FleetShape(shape, experiment.latency, experiment.num_replicas, announce_s),
+        machine,
         make_scheduler,
         clients=experiment.clients,
         timeline=timeline,
         make_offload=make_offload,
-    )
-
-
-def _batch_fleet(experiment: Experiment, shape: ReplicaShape, _: Workload, timeline: Timeline | None) -> Fleet:
-    """Batch mode as on a server, but for its estimates of batches: from step costs, not learned from what ran."""
-    asks = experiment.offload_hop_s is not None
-    machine = configured_batch_scheduler(
-        experiment.scheduler,
-        experiment.batch,
-        experiment.max_num_seqs,
-        partial(padded_batch_s, experiment.latency),
-    )
-    return Fleet(
-        FleetShape(shape, experiment.latency, experiment.num_replicas, announce_s=ANNOUNCE_S),
-        machine,
-        lambda _: configured_replica(experiment.scheduler, experiment.max_num_seqs, asks=asks),
-        clients=experiment.clients,
-        timeline=timeline,
-        make_offload=lambda _: configured_offload(experiment.scheduler, experiment.max_num_seqs),
     )

@@ -155,6 +155,13 @@ def farsight_command(model_dir: Path | None, options: Sequence[str]) -> ServerCo
     )
 
 
+def emulated_device(folder: Path, profile: Mapping[str, float]) -> list[str]:
+    """Options of ``farsight serve`` for a device with these prices, which go into ``folder``, and little memory."""
+    path = folder / "profile.json"
+    path.write_text(json.dumps(profile))
+    return ["--device", f"emulated:{path}", "--kv-memory", "64MiB"]
+
+
 def free_port() -> int:
     """A port of the loopback interface on which no process listens now."""
     with socket.socket() as probe:

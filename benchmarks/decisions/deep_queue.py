@@ -55,11 +55,7 @@ def rows(presets: tuple[str, ...] = tuple(PRESETS), num_reports: int = 3000) -> 
 def _rows_of(preset: str, num_reports: int) -> list[Row]:
     times_s = _of_batches(preset, num_reports) if is_batch_mode(preset) else _of_reports(preset, num_reports)
     times_ms = 1e3 * np.array(times_s)
-    figures = {
-        "mean": float(times_ms.mean()),
-        "p99": float(np.percentile(times_ms, 99)),
-        "max": float(times_ms.max()),
-    }
+    figures = {"mean": float(times_ms.mean()), "p99": float(np.percentile(times_ms, 99)), "max": float(times_ms.max())}
     claim = f"{preset}: {{}} of a report, {NUM_WAITING:,} wait"
     return [Row(claim.format(name), value, TARGET_MS, "ms") for name, value in figures.items()]
 

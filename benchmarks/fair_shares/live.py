@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import sys
 import tempfile
 import urllib.request
@@ -15,7 +14,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command
+from benchmarks.common.servers import RunningServer, ServerCommand, emulated_device, farsight_command
 from benchmarks.fair_shares.simulated import MAX_P99_RATIO, MIN_THROUGHPUT, NEIGHBOUR
 from benchmarks.overload import PLACES, PROFILE, Clients, Run
 from farsight.services.api.access.key_file import KeyFile, changed_key_file
@@ -151,8 +150,6 @@ def _make_keys(path: Path) -> dict[str, str]:
 
 
 def _command(folder: Path, options: Sequence[str]) -> ServerCommand:
-    (folder / "profile.json").write_text(json.dumps(PROFILE))
     (folder / "config.toml").write_text(f"[engine]\nmax_num_seqs = {PLACES}\n")
     words = ["--config", str(folder / "config.toml"), "--key-file", str(folder / "keys.json")]
-    words += ["--device", f"emulated:{folder / 'profile.json'}", "--kv-memory", "64MiB", *options]
-    return farsight_command(None, words)
+    return farsight_command(None, [*words, *emulated_device(folder, PROFILE), *options])

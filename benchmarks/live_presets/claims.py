@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from benchmarks.live_presets.runs import Figures
-from farsight.simulator.compare import Ratio, paired_ratio, student_t
+from farsight.simulator.compare import Interval, interval, paired_ratio
 
 Lookup = Callable[[str, int, bool], Figures]
 """(system, seed, live) -> its figures."""
@@ -71,7 +71,7 @@ class Claim:
             return ours
         return ours / base[0] if base[0] else math.nan
 
-    def _verdict(self, judged: Ratio) -> str:
+    def _verdict(self, judged: Interval) -> str:
         sign = 1 if self.at_most else -1
         if sign * judged.mean <= sign * self.target:
             return "holds"
@@ -79,19 +79,15 @@ class Claim:
         return "open" if any(sign * bound <= sign * self.target for bound in bounds) else "off"
 
 
-def _over_seeds(values: Sequence[float], *, is_ratio: bool) -> Ratio:
+def _over_seeds(values: Sequence[float], *, is_ratio: bool) -> Interval:
     """With a 95 % interval; NaN where a run gives none."""
     if any(math.isnan(value) for value in values):
-        return Ratio(math.nan, None, None)
+        return Interval(math.nan, None, None)
     if is_ratio and all(value > 0 for value in values):
         ratio = paired_ratio([(value, 1.0) for value in values])
         assert ratio is not None, "all are above 0"
         return ratio
-    middle = fmean(values)
-    if len(values) == 1:
-        return Ratio(middle, None, None)
-    margin = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return Ratio(middle, middle - margin, middle + margin)
+    return interval(values)
 
 
 def _like_simulation(setup: str, base: str) -> Claim:

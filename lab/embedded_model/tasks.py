@@ -215,11 +215,7 @@ def call(text: str) -> str:
 TASKS: Final[tuple[Task, ...]] = (
     Task("repeat", ("Repeat the text:", "Copy this text:", "Say it again:"), "equal", draw_words, repeat),
     Task(
-        "upper",
-        ("Write in upper case:", "Put this in capitals:", "Shout this text:"),
-        "equal",
-        draw_words,
-        str.upper,
+        "upper", ("Write in upper case:", "Put this in capitals:", "Shout this text:"), "equal", draw_words, str.upper
     ),
     Task(
         "mask_digits",
@@ -258,13 +254,7 @@ TASKS: Final[tuple[Task, ...]] = (
         thrice,
         max_size=6,
     ),
-    Task(
-        "bullets",
-        ("Make a bullet list:", "List the words:", "One word per line:"),
-        "longer",
-        draw_words,
-        bullets,
-    ),
+    Task("bullets", ("Make a bullet list:", "List the words:", "One word per line:"), "longer", draw_words, bullets),
     Task(
         "count",
         ("Count:", "List the numbers:", "Count up:"),
@@ -282,11 +272,7 @@ TASKS: Final[tuple[Task, ...]] = (
         has_digit,
     ),
     Task(
-        "ticket",
-        ("Open a ticket:", "Make a ticket record:", "File this as JSON:"),
-        "independent",
-        draw_words,
-        ticket,
+        "ticket", ("Open a ticket:", "Make a ticket record:", "File this as JSON:"), "independent", draw_words, ticket
     ),
     Task(
         "record",
@@ -295,13 +281,7 @@ TASKS: Final[tuple[Task, ...]] = (
         draw_record,
         record,
     ),
-    Task(
-        CALL,
-        ("Call the function:", "Make a tool call:", "Use the tool:"),
-        "independent",
-        draw_call,
-        call,
-    ),
+    Task(CALL, ("Call the function:", "Make a tool call:", "Use the tool:"), "independent", draw_call, call),
 )
 """All tasks the model is trained on, in the order of the tables."""
 

@@ -6,6 +6,7 @@ Ids: 0 ``<pad>``, 1 ``<s>`` (BOS), 2 ``</s>`` (EOS), 3 ``<sep>``, 4-7 reserved, 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -62,23 +63,25 @@ def byte_symbols() -> list[str]:
     return [symbols[byte] for byte in range(256)]
 
 
-def build_backend() -> Tokenizer:
-    """Byte-level BPE without merges, which puts BOS before a plain prompt."""
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *byte_symbols()))}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+def byte_level(
+    tokens: Sequence[str], special: Sequence[str], merges: Sequence[tuple[str, str]], template: str
+) -> PreTrainedTokenizerFast:
+    """Returns a byte-level BPE tokenizer that puts BOS before a plain prompt, ready for ``save_pretrained``.
+
+    Args:
+        tokens: The vocabulary in order of ids, special tokens included.
+        merges: What makes one token of several, in order; text is divided into words first where there are any.
+        template: The chat template.
+    """
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=list(merges)))
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(merges))
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
     )
-    return backend
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer with its chat template, ready for ``save_pretrained``."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=build_backend(),
+        tokenizer_object=backend,
         bos_token=BOS,
         eos_token=EOS,
         pad_token=PAD,
@@ -87,8 +90,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of the embedded model with its chat template."""
+    return byte_level((*SPECIAL_TOKENS, *byte_symbols()), SPECIAL_TOKENS, (), CHAT_TEMPLATE)
 
 
 def save_tokenizer(out: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:

@@ -9,13 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from PIL import Image
-from transformers import (
-    CLIPVisionConfig,
-    GenerationConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import CLIPVisionConfig, GenerationConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from lab.embedded_model.tokenizer import BOS_ID, EOS_ID, MAX_POSITIONS, PAD_ID, SEP_ID, save_tokenizer
 from lab.embedded_vision.scenes import CELLS, GRID

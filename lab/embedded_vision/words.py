@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lab.embedded_model.tokenizer import BOS, BOS_ID, EOS, MAX_POSITIONS, PAD, SEP, SPECIAL_TOKENS, byte_symbols
+from lab.embedded_model.tokenizer import SPECIAL_TOKENS, byte_level, byte_symbols
 from lab.embedded_vision.scenes import COLOURS, KINDS, Scene, number_scene, shapes_scene
 
 
@@ -117,25 +117,7 @@ def merges() -> tuple[tuple[str, str], ...]:
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer with its chat template, ready for ``save_pretrained``."""
     tokens = dict.fromkeys((*SPECIAL, *byte_symbols(), *("".join(pair) for pair in merges())))
-    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=list(merges())))
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        sep_token=SEP,
-        model_max_length=MAX_POSITIONS,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return byte_level(list(tokens), SPECIAL, merges(), CHAT_TEMPLATE)
 
 
 @functools.cache

@@ -108,12 +108,7 @@ def _batch_rows(axes: Axes, title: str, batches: list[FormedBatch]) -> None:
     for batch in batches:
         first = row
         for prompt_len, output_len in zip(batch.prompt_lens, batch.predicted_lens, strict=True):
-            parts = (
-                batch.prompt_len - prompt_len,
-                prompt_len,
-                output_len,
-                batch.predicted_len - output_len,
-            )
+            parts = (batch.prompt_len - prompt_len, prompt_len, output_len, batch.predicted_len - output_len)
             left = 0
             for width, (label, colour) in zip(parts, COLOURS.items(), strict=True):
                 known = label in axes.get_legend_handles_labels()[1]

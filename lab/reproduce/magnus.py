@@ -14,6 +14,7 @@ from itertools import pairwise
 from farsight.policies.batching.base import BatchPolicy
 from farsight.policies.batching.fcfs import FcfsBatches
 from farsight.simulator.cluster.padded import padded_fleet
+from farsight.simulator.predictors import certain
 from farsight.simulator.traffic.traces import MissingTraceError
 from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.magnus_systems import (
@@ -23,24 +24,12 @@ from lab.reproduce.magnus_systems import (
     PaperBatcher,
     Pool,
     case_study_latency,
-    certain,
     draw_requests,
     estimated_hrrn,
     load_pool,
     serve,
 )
-from lab.reproduce.rows import (
-    Exempt,
-    Fitted,
-    OrderCheck,
-    Printed,
-    Reproduction,
-    Row,
-    Verdict,
-    judge,
-    near,
-    per_cent,
-)
+from lab.reproduce.rows import Exempt, Fitted, OrderCheck, Printed, Reproduction, Row, Verdict, judge, near, per_cent
 
 
 def _case_study_requests() -> list[SimRequest]:
@@ -161,17 +150,11 @@ class _Unchanged(_Range):
     high: float = 2.0
 
     def rows(self, name: str, lines: Lines) -> list[Row]:
-        return [
-            Row(
-                name,
-                f"{self.setting}, load {load:g}",
-                self.what,
-                OrderCheck(self.low <= ours <= self.high),
-                ours,
-                _SAME,
-            )
-            for load, ours in zip(_loads(lines), self.changes(lines), strict=True)
-        ]
+        rows = []
+        for load, ours in zip(_loads(lines), self.changes(lines), strict=True):
+            held = OrderCheck(self.low <= ours <= self.high)
+            rows.append(Row(name, f"{self.setting}, load {load:g}", self.what, held, ours, _SAME))
+        return rows
 
 
 _SAME = "unchanged, in the paper's words; within 2 points"

@@ -27,7 +27,6 @@ from functools import cache, partial
 import numpy as np
 
 from farsight.core.costs import ImageCost, StepCost
-from farsight.core.forecast import QUANTILES, Forecast
 from farsight.estimator.knn import MIN_BATCHES, PERIOD_S, BatchTimes, ServedBatch, padded_batch_s
 from farsight.policies.batching.base import BatchPolicy, ChooseBatch, first_arrived
 from farsight.policies.batching.fcfs import FcfsBatches
@@ -42,6 +41,7 @@ from farsight.simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roof
 from farsight.simulator.cluster.padded import num_computed_tokens, padded_fleet
 from farsight.simulator.cluster.records import Record
 from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.predictors import certain
 from farsight.simulator.traffic.arrivals import Poisson
 from farsight.simulator.traffic.traces import MissingTraceError, count_tokens, find_data, read_rows
 from farsight.simulator.traffic.workload import SimRequest
@@ -81,10 +81,6 @@ class PaperBatcher(WmaBatcher):
 
     def hold(self, memory_tokens: float, now: float) -> None:
         """Does nothing: the memory is given."""
-
-
-def certain(length: float) -> Forecast:
-    return Forecast(length, (length,) * len(QUANTILES), 1, "given", 1)
 
 
 def estimated_hrrn(latency: LinearLatency) -> HighestResponseRatio:
@@ -199,8 +195,12 @@ def _continuous(arrivals: list[SimRequest], join_s: float) -> MagnusOutcome:
     return _outcome(done, sum(record.num_tokens for record in done))
 
 
+def _static_fleet(batcher: BatchPolicy, latency: LinearLatency) -> Fleet:
+    return padded_fleet(batcher, latency, _NUM_WORKERS, kv_tokens=_CAPACITY_TOKENS, reload_s=_RELOAD_S)
+
+
 def _static(batcher: BatchPolicy, arrivals: list[SimRequest], latency: LinearLatency) -> MagnusOutcome:
-    fleet = padded_fleet(batcher, latency, _NUM_WORKERS, kv_tokens=_CAPACITY_TOKENS, reload_s=_RELOAD_S)
+    fleet = _static_fleet(batcher, latency)
     done = fleet.run(arrivals).done
     return _outcome(done, num_computed_tokens(fleet))
 
@@ -231,8 +231,7 @@ def serve(system: str, arrivals: list[SimRequest]) -> MagnusOutcome:
 
 def batches_served(arrivals: list[SimRequest]) -> list[tuple[float, BatchEnded]]:
     """The batches that Magnus serves, with the instants at which they end."""
-    batcher = PaperBatcher(estimated_hrrn(case_study_latency()))
-    fleet = padded_fleet(batcher, case_study_latency(), _NUM_WORKERS, kv_tokens=_CAPACITY_TOKENS, reload_s=_RELOAD_S)
+    fleet = _static_fleet(PaperBatcher(estimated_hrrn(case_study_latency())), case_study_latency())
     fleet.run(arrivals)
     return list(zip(fleet.batches_ended_at, fleet.batches, strict=True))
 
@@ -265,8 +264,8 @@ def table_1() -> list[Row]:
 def estimator_learning(num_requests: int = 20_000, rate: float = 6.0) -> list[Row]:
     """Computes Figure 14, serving times: the error of each two minutes of batches, ten minutes a point.
 
-    The other half of the figure, and Table II, need trained predictors: ``benchmarks.magnus_predictors``. The estimator
-    is the one that serves (``BatchTimes``). It begins with 200 batches measured at half the load, takes the batches of
+    The other half of the figure, and Table II, need trained predictors. The estimator is the one that serves
+    (``BatchTimes``). It begins with 200 batches measured at half the load, takes the batches of
     a run of Magnus as they end, and learns every two minutes. Errors are of its estimate with the true longest output
     of each batch, before it has learned from it.
     """
@@ -285,18 +284,8 @@ def estimator_learning(num_requests: int = 20_000, rate: float = 6.0) -> list[Ro
         at = f"estimator, minute {round(number * STEPS_AT_ONCE * PERIOD_S / 60)}"
         rows.append(Row(name, at, "RMSE s", Exempt("drawn in the figure, not printed"), error_s))
     first, last = points[0], float(np.mean(points[len(points) // 2 :]))
-    note = "order: learning lowers it"
-    rows.append(
-        Row(
-            name,
-            "estimator, second half / first point",
-            "RMSE ratio",
-            OrderCheck(last < first, bound=1.0),
-            last / first,
-            note,
-        )
-    )
-    return rows
+    order, note = OrderCheck(last < first, bound=1.0), "order: learning lowers it"
+    return [*rows, Row(name, "estimator, second half / first point", "RMSE ratio", order, last / first, note)]
 
 
 def _errors(estimator: BatchTimes, served: list[tuple[float, BatchEnded]]) -> list[float]:

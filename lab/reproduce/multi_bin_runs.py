@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from farsight.core.costs import StepCost
 from farsight.core.errors import InvalidValueError
-from farsight.core.forecast import QUANTILES, Forecast
 from farsight.policies.batching.multi_bin import (
     MultiBinBatcher,
     exponential_edges,
@@ -32,6 +31,7 @@ from farsight.policies.batching.multi_bin import (
 )
 from farsight.simulator.cluster.latency import GPUS, LatencyModel, LinearLatency, ModelShape, Roofline
 from farsight.simulator.cluster.padded import padded_fleet
+from farsight.simulator.predictors import certain
 from farsight.simulator.traffic.arrivals import AllAtOnce, ArrivalProcess, Poisson
 from farsight.simulator.traffic.lengths import GSM8K_LIKE, LogNormal
 from farsight.simulator.traffic.workload import SimRequest
@@ -57,9 +57,8 @@ class MultiBinOutcome:
     latency_s: float
 
 
-@cache
-def _certain(length: int) -> Forecast:
-    return Forecast(float(length), (float(length),) * len(QUANTILES), 1, "given", 1)
+_certain = cache(certain)
+"""Many requests share a forecast."""
 
 
 def serve(
@@ -252,7 +251,10 @@ class UniformService:
         A request of the first or the last bin has one neighbour, so it errs half as often. The batch of predicted bin j
         takes the longest of B draws from its mixture F_j: E = l_min + integral of 1 - F_j(x)^B.
         """
-        mass = _confusion(num_bins, error_rate)
+        _check_bins(num_bins)
+        if not 0 <= error_rate <= 0.5:
+            raise InvalidValueError("error_rate", error_rate, "within [0, 0.5]")
+        mass = neighbour_errors(num_bins, error_rate)
         width_s = (self.high_s - self.low_s) / num_bins
         service_s = 0.0
         # What comes in over an edge equals what goes out over it, so every predicted bin still holds a k-th of all.
@@ -276,20 +278,6 @@ def exponential_service_bound_s(rate: float, batch_size: int, num_bins: int) -> 
 def exponential_throughput_bound(rate: float, batch_size: int, num_bins: int) -> float:
     """Throughput that these bins reach at least: B rate / L_k."""
     return batch_size / exponential_service_bound_s(rate, batch_size, num_bins)
-
-
-def _confusion(num_bins: int, error_rate: float) -> NDArray[np.float64]:
-    """Row: true bin; column: bin that was predicted."""
-    _check_bins(num_bins)
-    if not 0 <= error_rate <= 0.5:
-        raise InvalidValueError("error_rate", error_rate, "within [0, 0.5]")
-    matrix = np.zeros((num_bins, num_bins))
-    for index in range(num_bins):
-        for neighbour in (index - 1, index + 1):
-            if 0 <= neighbour < num_bins:
-                matrix[index, neighbour] = error_rate
-        matrix[index, index] = 1 - matrix[index].sum()
-    return matrix
 
 
 def _mean_power(low: float, high: float, exponent: int) -> float:

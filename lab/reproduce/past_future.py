@@ -145,19 +145,12 @@ def figure_1(distribution: str, num_requests: int = 600) -> list[Row]:
     """The three kinds of scheduler; the figure's own numbers are not printed, so its text is checked."""
     arrivals = requests(DISTRIBUTIONS[distribution], num_requests)
     careful, bold, ours = (serve(arrivals, method) for method in (conservative(), aggressive(0.99), past_future(0.05)))
+    low_now, low_later = 0.85 * ours.current_memory, 0.85 * ours.future_required
     claims = [
-        (
-            "current memory, Conservative, %",
-            careful.current_memory,
-            careful.current_memory < 0.85 * ours.current_memory,
-        ),
+        ("current memory, Conservative, %", careful.current_memory, careful.current_memory < low_now),
         ("current memory, Aggressive, %", bold.current_memory, bold.current_memory > ours.current_memory),
         ("current memory, Past-Future, %", ours.current_memory, ours.current_memory > 85),
-        (
-            "future required, Conservative, %",
-            careful.future_required,
-            careful.future_required < 0.85 * ours.future_required,
-        ),
+        ("future required, Conservative, %", careful.future_required, careful.future_required < low_later),
         ("future required, Aggressive, %", bold.future_required, bold.future_required > ours.future_required),
         ("future required, Past-Future, %", ours.future_required, 90 < ours.future_required <= 100),
         ("evictions for 100 requests, Aggressive", bold.evictions, bold.evictions > 2 * ours.evictions),
@@ -222,13 +215,8 @@ def figure_7(name: str) -> list[Row]:
     light, full, heavy = (at(clients) for clients in all_clients)
     few, some, many = (f"{clients} clients" for clients in all_clients)
     ratio = light[2].good / light[1].good
-    row(
-        few,
-        "goodput, Past-Future / Aggressive",
-        OrderCheck(abs(ratio - 1) <= 0.05, bound=1.05),
-        ratio,
-        "the same, within 5 %",
-    )
+    same = OrderCheck(abs(ratio - 1) <= 0.05, bound=1.05)
+    row(few, "goodput, Past-Future / Aggressive", same, ratio, "the same, within 5 %")
     gain = Printed(between(2, 3))
     ratio = full[2].good / full[0].good
     row(some, "goodput, Past-Future / Conservative", gain, ratio, 'from "up to 2-3 times other schedulers"')
@@ -237,13 +225,8 @@ def figure_7(name: str) -> list[Row]:
     note = reason if ratio < 2 else "of other schedulers under heavy loads"
     row(many, "goodput, Past-Future / Aggressive", gain, ratio, note)
     less = heavy[1].stalled - heavy[2].stalled
-    row(
-        many,
-        "share with a gap above 1.5 s, Aggressive less Past-Future",
-        OrderCheck(less > 0, bound=0.0),
-        less,
-        "more than 0",
-    )
+    metric = "share with a gap above 1.5 s, Aggressive less Past-Future"
+    row(many, metric, OrderCheck(less > 0, bound=0.0), less, "more than 0")
     return rows + _gaps_alone(name, pair, latency, *beyond)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from farsight.core.forecast import QUANTILES, Forecast
 from farsight.policies.admission.conservative import Conservative
 from farsight.policies.admission.past_future import HistoryLengths, PastFuture, TrueLengths, future_memory
 from farsight.policies.admission.watermark import Aggressive
@@ -25,6 +24,7 @@ from farsight.simulator.cluster.fleet import Fleet, FleetShape
 from farsight.simulator.cluster.latency import A100_7B, LatencyModel
 from farsight.simulator.cluster.records import Record
 from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.predictors import certain
 from farsight.simulator.traffic.lengths import D1, D2, D3, LengthPair, LogNormal
 from farsight.simulator.traffic.traces import MissingTraceError, find_data, read_trace
 from farsight.simulator.traffic.workload import SimRequest
@@ -162,11 +162,6 @@ def requests(lengths: LengthPair, num: int, seed: int = 0, name: str = "r") -> l
         SimRequest(f"{name}{i}", 0.0, prompt, output, lengths.max_new_tokens, forecast=certain(output))
         for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
-
-
-def certain(length: float) -> Forecast:
-    """A forecast that knows the true length."""
-    return Forecast(length, (length,) * len(QUANTILES), 1, "given", 1)
 
 
 NAN = math.nan

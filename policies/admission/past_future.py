@@ -5,7 +5,7 @@ Past outputs give a law of lengths (section 3.2); the predicted future is the ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -127,10 +127,8 @@ class HistoryLengths:
         self._fresh_of = (0, 0)
 
     def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
-        generated, limit = (
-            _int_array([job.output_len for job in jobs]),
-            _int_array([job.max_new_tokens for job in jobs]),
-        )
+        generated = _int_array([job.output_len for job in jobs])
+        limit = _int_array([job.max_new_tokens for job in jobs])
         return self.history.sample_above(self._rng, generated, limit, num_lists)
 
     def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
@@ -146,32 +144,6 @@ class HistoryLengths:
 
     def learn(self, output_len: int, *, censored: bool) -> None:
         self.history.add(output_len, censored=censored)
-
-
-class LawLengths:
-    """Draws from each job's own law, such as its forecast.
-
-    Args:
-        law: Equiprobable whole output lengths of a job, longer than what it has generated, shape (any,).
-        rng: Random generator of the draws.
-    """
-
-    def __init__(self, law: Callable[[Job], NDArray[np.float64] | IntArray], rng: np.random.Generator) -> None:
-        self._law = law
-        self._rng = rng
-
-    def draw(self, jobs: Sequence[Job], num_lists: int) -> IntArray:
-        lists = np.empty((num_lists, len(jobs)), np.int64)
-        for index, job in enumerate(jobs):
-            lists[:, index] = self.draw_one(job, num_lists)
-        return lists
-
-    def draw_one(self, job: Job, num_lists: int) -> Sequence[int]:
-        drawn: list[int] = np.ceil(self._rng.choice(self._law(job), num_lists)).astype(np.int64).tolist()
-        return [min(length, job.max_new_tokens) for length in drawn]
-
-    def learn(self, output_len: int, *, censored: bool) -> None:
-        """Does nothing: the source of the law learns elsewhere."""
 
 
 class TrueLengths:
@@ -226,9 +198,7 @@ class PastFuture(Admission):
         self._num_jobs = len(running)
         self._num_lists = self._lists_for(len(running))
         self._drawn: dict[str, Sequence[int]] = {}
-        self._peaks: dict[
-            str, int
-        ] = {}  # Peak of the batch with each job, as of the latest call of ``admits`` for the job.
+        self._peaks: dict[str, int] = {}  # of the batch with each job, as of the latest ``admits`` for it
         generated = _int_array([job.output_len for job in running])
         self._base = _int_array([job.prompt_len for job in running]) + generated
         self._remaining = self._lengths.draw(running, self._num_lists) - generated

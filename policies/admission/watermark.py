@@ -48,9 +48,6 @@ class Aggressive(Admission):
     def reserve(self, capacity: int) -> int:
         return capacity - int(round(self._watermark * capacity, 6))
 
-    def learn(self, output_len: int, *, censored: bool) -> None:
-        """Does nothing: this rule ignores growth."""
-
 
 @ADMISSIONS.register("watermark", steady=True)
 def build_watermark(context: ReplicaContext) -> Aggressive:

@@ -100,15 +100,6 @@ class FcfsBatches(BatchPolicy):
     def split(self, batch: FormedBatch, now: float) -> Job | None:
         return self._halves.split(batch)
 
-    def hold(self, memory_tokens: float, now: float) -> None:
-        """Does nothing: the size is given."""
-
-    def next_due_at(self) -> float | None:
-        return None
-
-    def flush(self, now: float) -> None:
-        """Does nothing: no job waits for a full batch."""
-
     def check_integrity(self) -> None:
         self._halves.check_integrity()
         if {id(job) for job in self._waiting} != {id(job) for job in self._job_of.values()}:

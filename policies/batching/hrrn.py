@@ -122,12 +122,6 @@ class HrrnOrder(Order):
         self._stale = dict(self._jobs)
         self._renew()
 
-    def learn(self, job: Job, *, censored: bool) -> None:
-        """Does nothing: the estimate learns elsewhere."""
-
-    def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """Does nothing: ``changed`` has reported the job's progress."""
-
     def refresh(self, now: float) -> None:
         """Renews the oldest estimates after a change of prices, at most ``ESTIMATES`` per scheduling point."""
         self._renew()
@@ -151,9 +145,6 @@ class HrrnOrder(Order):
     def explain(self, job: Job, now: float) -> Facts:
         """Returns the job's response ratio now, and its estimated service time in seconds."""
         return {"response_ratio": self.ratio(job, now), "service_s": self._remaining_s(self._cost, job)}
-
-    def slice_s(self, job: Job) -> float:
-        return math.inf
 
     def _renew(self) -> None:
         for request_id in list(itertools.islice(self._stale, ESTIMATES)):

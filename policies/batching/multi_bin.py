@@ -201,9 +201,6 @@ class MultiBinBatcher(BatchPolicy):
     def split(self, batch: FormedBatch, now: float) -> Job | None:
         return self._sealed.split(batch)
 
-    def hold(self, memory_tokens: float, now: float) -> None:
-        """Does nothing: the size is given."""
-
     def next_due_at(self) -> float | None:
         due_at = min((self._due_at(batch) for batch in self._open.values()), default=math.inf)
         return None if due_at == math.inf else due_at

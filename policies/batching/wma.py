@@ -185,12 +185,6 @@ class WmaBatcher(BatchPolicy):
             for job in reversed(moved):
                 self.add(job, now)
 
-    def next_due_at(self) -> float | None:
-        return None
-
-    def flush(self, now: float) -> None:
-        """Does nothing: every batch may be pulled at any time."""
-
     def check_integrity(self) -> None:
         self._queue.check_integrity()
         self._open.check_integrity()

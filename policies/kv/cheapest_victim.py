@@ -38,7 +38,6 @@ class CheapestVictim(KvPolicy):
     min_host_share: float = 0.1
     evicts: bool = True
     swaps: bool = True
-    watches: bool = False
 
     def __post_init__(self) -> None:
         if self.min_swap_len < 0:

@@ -11,67 +11,49 @@ from farsight.policies.order.skip_join_mlfq import SkipJoinMlfq
 
 
 @dataclass(frozen=True, slots=True)
-class Defer(KvPolicy):
-    """A newcomer waits until others end and leave it a place; preemption then goes no further than memory does.
-
-    Running jobs grow here, while the paper's slots hold whole jobs: if they cannot go on, KV is dropped.
-    """
+class OnDemand(KvPolicy):
+    """KV gives way at the moment its room is needed: that of the jobs with the longest ENST first."""
 
     order: SkipJoinMlfq
-    evicts: bool = False
+    evicts: bool = True
     swaps: bool = False
-    watches: bool = False
 
     def moves(self, view: KvView, now: float) -> KvMoves:
-        return _on_demand(self.order, view, now, swaps=self.swaps)
+        if view.needed <= view.free:
+            return KvMoves()
+        return make_room(view, by_enst(self.order, view.idle, now)[::-1], swaps=self.swaps).moves
 
     def explain(self, job: Job, now: float) -> Facts:
         return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
 
 
 @dataclass(frozen=True, slots=True)
-class Reactive(KvPolicy):
+class Defer(OnDemand):
+    """A newcomer waits until others end and leave it a place; preemption then goes no further than memory does.
+
+    Running jobs grow here, while the paper's slots hold whole jobs: if they cannot go on, KV is dropped.
+    """
+
+    evicts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reactive(OnDemand):
     """KV is moved to the host at the moment its room is needed, so that the newcomer waits for the copy."""
 
-    order: SkipJoinMlfq
-    evicts: bool = True
     swaps: bool = True
-    watches: bool = False
-
-    def moves(self, view: KvView, now: float) -> KvMoves:
-        return _on_demand(self.order, view, now, swaps=self.swaps)
-
-    def explain(self, job: Job, now: float) -> Facts:
-        return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
 
     def start_room(self, view: KvView) -> float:
         return view.start_room(MIN_HOST_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute(KvPolicy):
+class Recompute(OnDemand):
     """KV is dropped when its room is needed and prefilled again later.
 
     With a short starvation limit, promoted jobs and the jobs they displaced may drop each other's KV without end
     (section 4.2); the limit has to be well above a prefill.
     """
-
-    order: SkipJoinMlfq
-    evicts: bool = True
-    swaps: bool = False
-    watches: bool = False
-
-    def moves(self, view: KvView, now: float) -> KvMoves:
-        return _on_demand(self.order, view, now, swaps=self.swaps)
-
-    def explain(self, job: Job, now: float) -> Facts:
-        return {"enst_s": enst_s(self.order, [job], now)[job.request_id]}
-
-
-def _on_demand(order: SkipJoinMlfq, view: KvView, now: float, *, swaps: bool) -> KvMoves:
-    if view.needed <= view.free:
-        return KvMoves()
-    return make_room(view, by_enst(order, view.idle, now)[::-1], swaps=swaps).moves
 
 
 @KV_POLICIES.register("enst-defer", needs="skip-join-mlfq")

@@ -191,7 +191,6 @@ class EnstOffload(KvPolicy):
     lookahead: int = 16
     evicts: bool = True
     swaps: bool = True
-    watches: bool = False
     _times: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the last moves
 
     def __post_init__(self) -> None:

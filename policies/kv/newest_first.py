@@ -18,8 +18,6 @@ class NewestGiveWay(KvPolicy):
     """
 
     swaps: bool = False
-    evicts: bool = False
-    watches: bool = False
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         """Takes jobs that do not execute, then running jobs from the last, as victims until enough memory is free."""

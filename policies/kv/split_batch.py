@@ -29,8 +29,6 @@ class SplitBatch(KvPolicy):
     not run; their memory is freed first. O(jobs).
     """
 
-    evicts: bool = False
-    swaps: bool = False
     watches: bool = True
 
     def is_due(self, view: KvView) -> bool:

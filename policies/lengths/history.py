@@ -29,23 +29,19 @@ class LengthHistory:
         window: Number of kept entries, w in the paper.
         initial: Finished lengths to start from, oldest first. The paper starts from the longest possible output; one
             such entry is enough and is outweighed soon, a window full of them holds admission back for 1000 requests.
-        interpolated: Draw as LightLLM does, linearly between [generated] + longer lengths + [limit], rounded to even;
-            some mass then lies above the longest entry. Jobs without output draw plain entries in both modes.
 
     Raises:
         InvalidValueError: The window is below 1, or a length is negative.
     """
 
-    def __init__(self, window: int = 1000, initial: Sequence[int] = (), *, interpolated: bool = False) -> None:
+    def __init__(self, window: int = 1000, initial: Sequence[int] = ()) -> None:
         if window < 1:
             raise InvalidValueError("window", window, "an integer >= 1")
         self.version = 0
         """Rises with each ``add``."""
-        self._interpolated = interpolated
         self._window = window
-        self._codes: list[
-            int
-        ] = []  # Twice the length, plus one for a cut output, so that ends sort before cuts of the same length.
+        # Twice the length, plus one for a cut output, so that ends sort before cuts of the same length.
+        self._codes: list[int] = []
         self._is_sorted = False
         for length in initial:
             self.add(length)
@@ -106,40 +102,13 @@ class LengthHistory:
         Returns:
             Shape (num_lists, n).
         """
-        return self.lengths_at(rng.random((num_lists, len(generated))), generated, limit)
-
-    def lengths_at(self, levels: FloatArray, generated: IntArray, limit: IntArray) -> IntArray:
-        """Inverts P(l | l > generated) at levels in [0, 1); shapes (..., n), (n,) and (n,) give (..., n)."""
         self._sort()
         first = np.searchsorted(self._lengths, generated, side="right")
         below = self._cdf_from_zero[first]
-        target = below + levels * (1.0 - below)
+        target = below + rng.random((num_lists, len(generated))) * (1.0 - below)
         lengths = self._lengths_to_infinity[np.searchsorted(self._cdf, target, side="right")]
-        if self._interpolated:
-            lengths = np.where(generated > 0, self._between(levels, generated, limit, first, below), lengths)
         bounded: IntArray = np.minimum(lengths, limit)
         return bounded
-
-    def _between(
-        self, levels: FloatArray, generated: IntArray, limit: IntArray, first: NDArray[np.intp], below: FloatArray
-    ) -> IntArray:
-        """Inverts as LightLLM does; the limit has the mass of a mean entry above ``generated``, and all unseen mass."""
-        num_entries = len(self._lengths)
-        seen = self._cdf[-1] if num_entries else 0.0
-        num_longer = num_entries - first
-        mean_mass = np.where(num_longer > 0, (seen - below) / np.maximum(num_longer, 1), 1.0)
-        above = (1.0 - below) + mean_mass
-        target = below + levels * above
-        index = np.maximum(np.searchsorted(self._cdf, target, side="left"), first)
-        # Knots (cdf, length) left and right of the target; [generated] precedes the first, [limit] follows the last.
-        left_cdf = np.where(index == first, below, np.append(self._cdf, seen)[index - 1])
-        left = np.where(index == first, generated, np.append(self._lengths, 0)[index - 1])
-        right_cdf = np.where(index == num_entries, below + above, np.append(self._cdf, 0.0)[index])
-        right = np.where(index == num_entries, limit, np.append(self._lengths, 0)[index])
-        share = (target - left_cdf) / np.maximum(right_cdf - left_cdf, CDF_TOLERANCE)
-        rounded: IntArray = np.rint(np.round(left + share * (right - left), 6)).astype(np.int64)
-        longer: IntArray = np.maximum(rounded, generated + 1)
-        return longer
 
     def _sort(self) -> None:
         if self._is_sorted:

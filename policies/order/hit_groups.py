@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
 
-from farsight.core.costs import StepCost
 from farsight.core.decisions import Facts
 from farsight.core.errors import IntegrityError, InvalidValueError
 from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
@@ -90,21 +88,6 @@ class HitGroups(Order):
             place.group, place.is_resident = group, is_resident
             self._put_in(job, place)
 
-    def foreseen(self, job: Job) -> None:
-        """Does nothing: this order ignores forecasts."""
-
-    def price(self, cost: StepCost, capacity: int) -> None:
-        """Does nothing: time does not matter."""
-
-    def learn(self, job: Job, *, censored: bool) -> None:
-        """Does nothing: output lengths do not matter."""
-
-    def ran(self, job: Job, duration_s: float, now: float) -> None:
-        """Does nothing: a job that ran goes on running."""
-
-    def refresh(self, now: float) -> None:
-        """Does nothing: no kept value can be out of date."""
-
     def ranked(self, now: float) -> Iterator[Job]:
         """Yields running jobs, then waiting ones: free slots are taken in proportion to the groups' weights."""
         room = [quota - num for quota, num in zip(self._quotas, self._num_running, strict=True)]
@@ -121,10 +104,6 @@ class HitGroups(Order):
         """Returns the job's group, the slots that the group has, and the cached prompt tokens that decide the group."""
         group = self.group(job)
         return {"hit_group": group, "group_slots": self._quotas[group], "cached_tokens": job.cached_len}
-
-    def slice_s(self, job: Job) -> float:
-        """Returns infinity: jobs run to their end."""
-        return math.inf
 
     def _put_in(self, job: Job, place: _Place) -> None:
         if place.is_resident:

@@ -108,21 +108,12 @@ class SkipJoinMlfq(Order):
         if place is not None:
             self._take_out(place)
 
-    def foreseen(self, job: Job) -> None:
-        """Does nothing: this order ignores forecasts of outputs."""
-
-    def changed(self, job: Job) -> None:
-        """Does nothing: ``ran`` tells when a prefill has ended."""
-
     def price(self, cost: StepCost, capacity: int) -> None:
         """Sets the step cost; jobs keep their levels and what is left of their quanta."""
         self.cost = cost
         if self.rules.follows_cost:
             self._first_quantum_s = max(self.config.quantum_s, cost.decode_s(1))
             self._quanta_s, self._above_s = [], [0.0]
-
-    def learn(self, job: Job, *, censored: bool) -> None:
-        """Does nothing: output lengths do not matter."""
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
         """Counts the time of the whole batch; a job that has used its quantum up sinks, the others keep their places.

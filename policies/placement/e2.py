@@ -9,15 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from farsight.core.config.scheduling import PlacementConfig
-from farsight.core.costs import StepCost
-from farsight.core.errors import InvalidValueError
-from farsight.core.messages.placement import PrefixView, ReplicaView
-from farsight.core.messages.plans import KVCacheEvent
 from farsight.core.request import Request
-from farsight.policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
+from farsight.policies.placement.base import PLACEMENTS, Choice, ReplicaLoad
 from farsight.policies.placement.e2_profiles import Regressions, from_step_cost
 from farsight.policies.placement.load_cost import Query
-from farsight.policies.placement.prefix_loads import PrefixLoads
+from farsight.policies.placement.prefix_loads import PrefixLoads, PrefixPlacement
 from farsight.policies.placement.prefix_tree import Path, PrefixNode
 from farsight.policies.placement.replica_slots import bits, is_single
 from farsight.policies.settings import PolicySettings
@@ -116,7 +112,7 @@ def key_portion(spans: Sequence[int]) -> int:
     return key
 
 
-class E2Router(Placement):
+class E2Router(PrefixPlacement):
     """Places a request where its prefix is cached if more of the prompt is cached than not, else where it costs least.
 
     Cost of a placement: O(length of its path + nodes that its replica evicts), and a few numpy operations over all
@@ -135,12 +131,10 @@ class E2Router(Placement):
         config: PlacementConfig | None = None,
         ties: np.random.Generator | None = None,
     ) -> None:
-        if block_size < 1:
-            raise InvalidValueError("block_size", block_size, "an integer >= 1")
-        self.block_size = block_size
         self.config = config or PlacementConfig()
         window_s, output_len = self.config.window_s, self.config.initial_output_len
-        self.prefixes = PrefixLoads(regressions, block_size, window_s, output_len, ties, self.config.max_tree_bytes)
+        loads = PrefixLoads(regressions, block_size, window_s, output_len, ties, self.config.max_tree_bytes)
+        super().__init__(loads, block_size)
         self.tree, self.load = self.prefixes.tree, self.prefixes.load
         self._slots, self._cost = self.prefixes.slots, self.prefixes.cost
         self._scaling = PrefixScaling(self.config.window_s)
@@ -165,14 +159,6 @@ class E2Router(Placement):
         hits = placed.hit_len, placed.pending_len
         return E2Choice(self._slots.names[slot], reason, *hits, load_s, evict_s, placed.prefill_s)
 
-    def replica_up(self, name: str, capacity: int) -> None:
-        """Begins a worker life with room for ``capacity`` KV tokens and an empty cache. O(nodes)."""
-        self.prefixes.replica_up(name, capacity)
-
-    def replica_gone(self, name: str) -> None:
-        """Forgets a replica that will not come back; unknown names are ignored. O(nodes)."""
-        self.prefixes.replica_gone(name)
-
     def started(self, request_id: str, cached_len: int, queue_s: float, now: float) -> None:
         """Corrects the load of a request whose first run found ``cached_len`` tokens cached; corrects the tree too if
         the replica sends no KV cache events.
@@ -184,26 +170,6 @@ class E2Router(Placement):
         self._scaling.observe(placed.key, queue_s, now)
         if self._scaling.doubled(placed.key) and self._lighter_than(placed.slot) is not None:
             self._replicate(placed.key)
-
-    def ended(self, request_id: str, output_len: int | None, now: float) -> None:
-        """Books that a request is no longer in flight; None if its output is incomplete. O(nodes of its path)."""
-        self.prefixes.ended(request_id, output_len, now)
-
-    def noticed(self, replica: str, notice: KVCacheEvent) -> None:
-        """Applies a KV cache event of the replica."""
-        self.prefixes.noticed(replica, notice)
-
-    def priced(self, replica: str, cost: StepCost) -> None:
-        """Sets the replica's step cost. PT and DT follow the mean cost of all replicas with a measured cost."""
-        self.prefixes.priced(replica, cost)
-
-    def show(self, view: ReplicaView) -> ReplicaView:
-        """Adds the replica's load within the window and its believed cache contents to ``view``."""
-        return self.prefixes.show(view)
-
-    def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """Returns the nodes with the most requests placed within the window."""
-        return self.prefixes.busiest(limit)
 
     def _exploit(self, query: Query) -> tuple[int, str]:
         """Returns the slot, and the reason: the cheapest replica that caches the longest node of the match or to which
@@ -254,10 +220,6 @@ class E2Router(Placement):
         if loads_s[lightest] < np.inf:
             prefix.assigned |= 1 << lightest
             self._scaling.restart(prefix)
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError unless tree, window, loads and requests in flight agree."""
-        self.prefixes.check_integrity()
 
 
 def _key_of(matched: list[PrefixNode]) -> PrefixNode:

@@ -12,15 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from farsight.core.costs import StepCost
-from farsight.core.errors import InvalidValueError
 from farsight.core.forecast import Forecast
-from farsight.core.messages.placement import PrefixView, ReplicaView
-from farsight.core.messages.plans import KVCacheEvent
 from farsight.core.request import Request
-from farsight.policies.placement.base import PLACEMENTS, Choice, Placement, ReplicaLoad
+from farsight.policies.placement.base import PLACEMENTS, Choice, ReplicaLoad
 from farsight.policies.placement.e2_profiles import from_step_cost
 from farsight.policies.placement.load_cost import Query
-from farsight.policies.placement.prefix_loads import MAX_TREE_BYTES, PrefixLoads
+from farsight.policies.placement.prefix_loads import MAX_TREE_BYTES, PrefixLoads, PrefixPlacement
 from farsight.policies.placement.prefix_tree import Path
 from farsight.policies.placement.replica_slots import Floats
 from farsight.policies.placement.residual_work import RequestLengths, ResidualWork
@@ -59,7 +56,7 @@ class ForecastChoice(Choice):
         return self.queue_s + self.prefill_s + self.decode_s + self.evict_s + self.memory_s
 
 
-class E2Forecast(Placement):
+class E2Forecast(PrefixPlacement):
     """Places a request where the sum of its own delay and of the delay that it causes to others is least.
 
     Cost of a placement: O(length of its path + nodes evicted) and some numpy operations over all requests in flight.
@@ -71,13 +68,9 @@ class E2Forecast(Placement):
     """
 
     def __init__(self, cost: StepCost, block_size: int, max_tree_bytes: int = MAX_TREE_BYTES) -> None:
-        if block_size < 1:
-            raise InvalidValueError("block_size", block_size, "an integer >= 1")
-        self.block_size = block_size
         regressions = from_step_cost(cost)
-        self.prefixes = PrefixLoads(
-            regressions, block_size, WINDOW_S, INITIAL_OUTPUT_LEN, max_tree_bytes=max_tree_bytes
-        )
+        loads = PrefixLoads(regressions, block_size, WINDOW_S, INITIAL_OUTPUT_LEN, max_tree_bytes=max_tree_bytes)
+        super().__init__(loads, block_size)
         self.work = ResidualWork(cost)
         self._cost = cost
 
@@ -147,24 +140,12 @@ class E2Forecast(Placement):
             self.work.advance(now)
             self.work.remove(request_id)
 
-    def noticed(self, replica: str, notice: KVCacheEvent) -> None:
-        """Applies a KV cache event of the replica."""
-        self.prefixes.noticed(replica, notice)
-
     def priced(self, replica: str, cost: StepCost) -> None:
         """Sets the replica's step cost. Prices follow the mean cost of all replicas with a measured cost."""
         mean = self.prefixes.priced(replica, cost)
         if mean is not None:
             self._cost = mean
             self.work.price(mean)
-
-    def show(self, view: ReplicaView) -> ReplicaView:
-        """Adds the replica's load within the window and its believed cache contents to ``view``."""
-        return self.prefixes.show(view)
-
-    def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
-        """Returns the nodes with the most requests placed within the window."""
-        return self.prefixes.busiest(limit)
 
     def _cheapest(self, query: Query, length: float) -> tuple[int, tuple[float, float, float, float, float]]:
         """Returns the cheapest slot and the terms of its price, in the order of ``ForecastChoice``.
@@ -198,7 +179,7 @@ class E2Forecast(Placement):
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the tree, the loads and the residual work agree."""
-        self.prefixes.check_integrity()
+        super().check_integrity()
         self.work.check_integrity()
 
 

@@ -12,7 +12,7 @@ from farsight.core.costs import StepCost, mean_cost
 from farsight.core.errors import IntegrityError, InvalidValueError
 from farsight.core.messages.placement import PrefixView, ReplicaView
 from farsight.core.messages.plans import KVCacheEvent
-from farsight.policies.placement.base import ReplicaLoad
+from farsight.policies.placement.base import Placement, ReplicaLoad
 from farsight.policies.placement.e2_profiles import Regressions, from_step_cost
 from farsight.policies.placement.load_cost import LoadCost, LoadWindow, Query
 from farsight.policies.placement.prefix_tree import PLACE_BYTES, Path, PrefixNode, RadixTree
@@ -270,10 +270,6 @@ class PrefixLoads:
         prefill_s, decode_s = float(self.load.prefill_s[slot]), float(self.load.decode_s[slot])
         return replace(view, prefill_s=prefill_s, decode_s=decode_s, cached_tokens=cached_tokens)
 
-    def busiest(self, limit: int) -> tuple[PrefixView, ...]:
-        """Returns the ``limit`` nodes that most requests of the window go through."""
-        return busiest_prefixes(self.tree, self.slots.names, self._block_size, limit)
-
     def advance(self, now: float) -> None:
         """Drops requests that were placed a window ago or earlier. Amortised O(nodes of a path)."""
         window, expired_at = self._window, now - self._window_s
@@ -349,3 +345,43 @@ class PrefixLoads:
 
 def _is_cached(node: PrefixNode, slot: int) -> bool:
     return bool((node.replicas & ~node.pending) >> slot & 1)
+
+
+class PrefixPlacement(Placement):
+    """A placement that keeps ``PrefixLoads`` by what it hears.
+
+    Args:
+        block_size: Tokens that an element of a path stands for.
+    """
+
+    def __init__(self, prefixes: PrefixLoads, block_size: int) -> None:
+        if block_size < 1:
+            raise InvalidValueError("block_size", block_size, "an integer >= 1")
+        self.block_size = block_size
+        self.prefixes = prefixes
+
+    def replica_up(self, name: str, capacity: int) -> None:
+        self.prefixes.replica_up(name, capacity)
+
+    def replica_gone(self, name: str) -> None:
+        self.prefixes.replica_gone(name)
+
+    def ended(self, request_id: str, output_len: int | None, now: float) -> None:
+        self.prefixes.ended(request_id, output_len, now)
+
+    def noticed(self, replica: str, notice: KVCacheEvent) -> None:
+        self.prefixes.noticed(replica, notice)
+
+    def priced(self, replica: str, cost: StepCost) -> None:
+        self.prefixes.priced(replica, cost)
+
+    def show(self, view: ReplicaView) -> ReplicaView:
+        return self.prefixes.show(view)
+
+    def busiest_prefixes(self, limit: int) -> tuple[PrefixView, ...]:
+        loads = self.prefixes
+        return busiest_prefixes(loads.tree, loads.slots.names, self.block_size, limit)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless tree, window, loads and requests in flight agree."""
+        self.prefixes.check_integrity()

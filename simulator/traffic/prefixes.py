@@ -260,13 +260,7 @@ def _own_tokens(rng: np.random.Generator, law: PrefixLaw, num: int) -> list[int]
 
 
 def _arrival(
-    law: PrefixLaw,
-    index: int,
-    at: float,
-    path: list[tuple[Hashable, int]],
-    own: int,
-    output: int,
-    names: BlockNames,
+    law: PrefixLaw, index: int, at: float, path: list[tuple[Hashable, int]], own: int, output: int, names: BlockNames
 ) -> SimRequest:
     prompt_len = sum(num_tokens for _, num_tokens in path) + own
     return SimRequest(f"{law.app}-{index}", at, prompt_len, output, 8 * law.output, names.along(path), law.app)

@@ -17,11 +17,11 @@ from farsight.simulator.advice import (
     complete,
     cut_windows,
     in_order,
-    interval,
     run_setup,
     setups,
     to_dict,
 )
+from farsight.simulator.compare import interval
 from farsight.simulator.experiment import Experiment, make_arrivals
 
 
@@ -77,7 +77,7 @@ def test_presets_that_return_outputs_whole_are_not_advised() -> None:
 
 def test_intervals_are_students_within_what_a_share_can_be() -> None:
     found = interval([1.0, 2.0, 3.0])
-    assert found.mean == 2.0 and found.high == pytest.approx(2.0 + 4.3027 / math.sqrt(3))
+    assert found.mean == 2.0 and found.high == pytest.approx(2.0 + 4.302653 / math.sqrt(3))
     assert interval([1.5]).low is None
     row = measured("fcfs", 1, [0.1, 1.0], [1.0, 30.0])
     share, jct = row.interval("goodput_share"), row.interval("jct_s_mean")

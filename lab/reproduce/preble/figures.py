@@ -52,9 +52,7 @@ SEEDS = (0, 1, 2)
 RANGES = {"mean": (1.5, 14.5), "p99": (2.0, 10.0)}
 PROGRAM_RANGES = {"mean": (1.56, 1.8), "p99": (3.0, 4.0)}
 
-_CAUSES = {
-    "program": "; of a program nearly all is cached under round-robin too: all replicas have the system prompt",
-}
+_CAUSES = {"program": "; of a program nearly all is cached under round-robin too: all replicas have the system prompt"}
 """Causes of known deviations."""
 _BEYOND = "; more than reported: round-robin falls behind at this load for as long as the run lasts"
 
@@ -74,29 +72,20 @@ def workloads(study: str, cluster: PrebleCluster, num_requests: int | None = Non
         ours_there = simulate(cluster, PREBLE, arrivals)
         factors = _factors(simulate(cluster, ROUND_ROBIN, arrivals), ours_there)
         setting = f"{study}, {cluster.name}, load {load:g}"
+        row = partial(Row, "preble_workloads", setting)
         partitioned = simulate(cluster, ORACLE, arrivals).mean_s / ours_there.mean_s
+        order = OrderCheck(partitioned >= 0.95, bound=1.0)
         note = "order: Preble before the oracle partition, or within 5 % of it"
-        rows.append(
-            Row(
-                "preble_workloads",
-                setting,
-                "mean, oracle / Preble",
-                OrderCheck(partitioned >= 0.95, bound=1.0),
-                partitioned,
-                note,
-            )
-        )
+        rows.append(row("mean, oracle / Preble", order, partitioned, note))
         for metric, (low, high) in ranges.items():
             ours = factors[metric]
             note = f"order: Preble before round-robin{'' if ours > 1 else cause}"
-            rows.append(
-                Row("preble_workloads", setting, f"{metric} order", OrderCheck(ours > 1, bound=1.0), ours, note)
-            )
+            rows.append(row(f"{metric} order", OrderCheck(ours > 1, bound=1.0), ours, note))
             if load == LOADS[-1]:
                 printed = between(low, high)
                 why = "" if printed.holds(ours) else _BEYOND if ours > high else cause
                 note = f"at the heaviest load{why}"
-                rows.append(Row("preble_workloads", setting, f"{metric} factor", Printed(printed), ours, note))
+                rows.append(row(f"{metric} factor", Printed(printed), ours, note))
     return rows
 
 
@@ -121,21 +110,12 @@ def mixed(num_requests: int = MIXED_REQUESTS) -> list[Row]:
     arrivals = slowed(drawn, num_requests / span_s / (MIXED_LOAD * full_rate))
     factors = _factors(simulate(FOUR_A6000, ROUND_ROBIN, arrivals), simulate(FOUR_A6000, PREBLE, arrivals))
     note = f"within 25 %; load {MIXED_LOAD:g}; the paper's rate and how it mixes are not known"
+    row = partial(Row, "preble_mixed", f"tool + video, {FOUR_A6000.name}")
     rows = []
     for metric, reported in MIXED.items():
-        ours, setting = factors[metric], f"tool + video, {FOUR_A6000.name}"
-        rows.append(
-            Row(
-                "preble_mixed",
-                setting,
-                f"{metric} order",
-                OrderCheck(ours > 1, bound=1.0),
-                ours,
-                "Preble before round-robin",
-            )
-        )
-        printed = Printed(near(reported, share=0.25))
-        rows.append(Row("preble_mixed", setting, f"{metric} factor", printed, ours, note))
+        ours = factors[metric]
+        rows.append(row(f"{metric} order", OrderCheck(ours > 1, bound=1.0), ours, "Preble before round-robin"))
+        rows.append(row(f"{metric} factor", Printed(near(reported, share=0.25)), ours, note))
     return rows
 
 

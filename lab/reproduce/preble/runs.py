@@ -10,12 +10,8 @@ import numpy as np
 
 from farsight.core.config.scheduling import PlacementConfig
 from farsight.core.costs import StepCost
-from farsight.policies.admission.watermark import Aggressive
 from farsight.policies.compose import build_scheduler
 from farsight.policies.fleet.scheduler import GlobalScheduler
-from farsight.policies.interfaces import ReplicaPolicies
-from farsight.policies.kv.newest_first import NewestGiveWay
-from farsight.policies.order.hit_groups import HitGroups
 from farsight.policies.placement.base import Placement, RoundRobin
 from farsight.policies.placement.e2 import E2Router
 from farsight.policies.placement.e2_profiles import from_step_cost
@@ -122,7 +118,7 @@ class PrebleSystem:
     Attributes:
         e2: E2 with these switches; None for the other placements.
         partition: The oracle partition instead of round-robin, if not E2.
-        order: The order of the waiting queues: ``LONGEST_MATCH`` or a registered one.
+        order: The order of the waiting queues.
         chunk: Prompt tokens of one step.
     """
 
@@ -131,20 +127,6 @@ class PrebleSystem:
     partition: bool = False
     order: str = "fcfs"
     chunk: int = 2048
-
-
-LONGEST_MATCH = "longest-match"
-
-
-class LongestMatchFirst(HitGroups):
-    """SGLang's order of a waiting queue: what finds most of its prompt cached goes first, however long others wait.
-
-    It tells matches apart by whole per cents of a prompt.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots, num_groups=100)
-        self._quotas = [0] * 100
 
 
 ROUND_ROBIN = PrebleSystem("round-robin")
@@ -187,9 +169,7 @@ def simulate(cluster: PrebleCluster, system: PrebleSystem, arrivals: Sequence[Si
 
 def _scheduler(system: PrebleSystem) -> ReplicaScheduler:
     limits = SchedulerLimits(SEATS, standby_slots=0)
-    if system.order != LONGEST_MATCH:
-        return build_scheduler("fcfs", limits, PolicySettings(UNBOUND), order=system.order)
-    return ReplicaScheduler(ReplicaPolicies(LongestMatchFirst(SEATS), Aggressive(1.0), NewestGiveWay()), limits)
+    return build_scheduler("fcfs", limits, PolicySettings(UNBOUND), order=system.order)
 
 
 def saturation(cluster: PrebleCluster, arrivals: Sequence[SimRequest]) -> float:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from farsight.policies.interfaces import Job
 from farsight.simulator.traffic.prefixes import TOOL_USE, prefix_workload
 from lab.reproduce import placements
 from lab.reproduce.placements import CHATS, CONTESTS, HEAVY, PROGRAMS, PlacementSystem, rows
@@ -20,7 +19,6 @@ from lab.reproduce.preble.runs import (
     PREBLE,
     ROUND_ROBIN,
     STUDIES,
-    LongestMatchFirst,
     instants,
     partitioned_heads,
     saturation,
@@ -62,13 +60,6 @@ def test_common_blocks_are_no_prefix_of_the_partition() -> None:
     arrivals = STUDIES["tool"].draw(rng, instants(rng, 80, 4.0), 12)
     assert arrivals[0].prefix[0] == arrivals[1].prefix[0]
     assert len(partitioned_heads(arrivals)) == len({each.prefix[3] for each in arrivals}) > 1
-
-
-def test_who_finds_most_of_its_prompt_goes_first() -> None:
-    order = LongestMatchFirst(4)
-    for name, cached in (("a", 10), ("b", 90), ("c", 50)):
-        order.add(Job(name, 0.0, 100, 10, cached_len=cached), 0.0)
-    assert [job.request_id for job in order.ranked(0.0)] == ["b", "c", "a"]
 
 
 def test_popularity_drifts() -> None:

@@ -28,7 +28,7 @@ from farsight.simulator.cluster.replica import ReplicaShape
 from farsight.simulator.traffic.workload import SimRequest
 
 TWO_STAGES = LinearLatency(StepCost(0.060, 0.0, 0.006, 0.0))
-"""Both together: 30 ms + 3 ms a sequence each, as ``benchmarks.parallel`` emulates them."""
+"""Both together: 30 ms + 3 ms a sequence each."""
 
 
 def run(arrivals: list[SimRequest], num_stages: int, preset: str = "fcfs", num_blocks: int = 4000) -> Recorder:

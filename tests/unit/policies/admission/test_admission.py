@@ -14,7 +14,6 @@ from farsight.core.forecast import Forecast
 from farsight.policies.admission.conservative import Conservative
 from farsight.policies.admission.past_future import (
     HistoryLengths,
-    LawLengths,
     PastFuture,
     PeakIndex,
     TrueLengths,
@@ -251,21 +250,6 @@ def test_what_ends_is_learnt_and_cuts_are_no_ends() -> None:
     assert admission.admits(job("other", 970))
 
 
-def test_own_laws_are_drawn_from() -> None:
-    laws = {"a": [12.0, 30.0], "new": [7.2]}
-    admission = PastFuture(
-        LawLengths(lambda each: np.array(laws[each.request_id]), np.random.default_rng(0)), reserve_ratio=0
-    )
-    peaks = set()
-    for _ in range(60):
-        admission.begin([job("a", 10, limit=25)], 100)
-        admission.learn(3, censored=False)
-        peaks.add(admission.predicted_peak)
-        admission.add(job("new", 100))
-        assert admission.predicted_peak >= 108 + 10 + 8
-    assert peaks == {22, 35}
-
-
 def test_true_lengths_go_to_the_limit_where_nothing_is_foreseen() -> None:
     lengths = TrueLengths().draw([job("a", 1, 7), job("b", 1), job("c", 1, 7, generated=7), job("d", 1, 2000)], 2)
     assert lengths.tolist() == [[7, 1000, 1000, 1000]] * 2
@@ -313,40 +297,21 @@ def test_example_1_waits_until_a_has_ended() -> None:
 
 
 @pytest.mark.parametrize(("overcommit", "prompt"), [(1.0, 70), (1.5, 120), (0.8, 50), (1.15, 85)])
-@pytest.mark.parametrize("counts_releases", [False, True])
-def test_overcommit_multiplies_the_pool(overcommit: float, prompt: int, counts_releases: bool) -> None:
-    admission = Conservative(overcommit, counts_releases=counts_releases)
+def test_overcommit_multiplies_the_pool(overcommit: float, prompt: int) -> None:
+    admission = Conservative(overcommit)
     admission.begin([bounded(10, 10)], 100)
     assert admission.admits(bounded(prompt, 10))
     assert not admission.admits(bounded(prompt + 1, 10))
     assert admission.reserve(100) == max(0, round(100 - 100 * overcommit))
 
 
-@pytest.mark.parametrize("counts_releases", [False, True])
-def test_conservative_admits_into_an_empty_batch_what_can_make_a_step(counts_releases: bool) -> None:
-    admission = Conservative(counts_releases=counts_releases)
+def test_conservative_admits_into_an_empty_batch_what_can_make_a_step() -> None:
+    admission = Conservative()
     admission.begin([], 21)
     assert admission.admits(bounded(20, 500))
     assert not admission.admits(bounded(21, 1))
     admission.add(bounded(20, 500))
     assert not admission.admits(bounded(1, 1))
-
-
-def test_releases_never_ask_for_more_and_adding_is_beginning_with_more() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        jobs = [
-            bounded(int(rng.integers(1, 50)), int(rng.integers(20, 90)), int(rng.integers(0, 20))) for _ in range(8)
-        ]
-        text, peak = Conservative(), Conservative(counts_releases=True)
-        for admission in (text, peak):
-            admission.begin(jobs[:3], 400)
-            for each in jobs[3:]:
-                admission.add(each)
-        base = np.array([each.known_len for each in jobs])
-        remaining = np.array([each.max_new_tokens - each.output_len for each in jobs])
-        assert text.predicted_peak == (base + remaining).sum()
-        assert peak.predicted_peak == future_memory(base, remaining) <= text.predicted_peak
 
 
 def test_it_learns_nothing_and_refuses_bad_parameters() -> None:

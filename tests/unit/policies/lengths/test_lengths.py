@@ -27,22 +27,6 @@ def ints(*values: int) -> IntArray:
     return np.array(values, dtype=np.int64)
 
 
-@pytest.mark.parametrize("generated", [1, 2, 3, 5, 8, 9])
-def test_interpolation_is_the_references_formula(generated: int) -> None:
-    history = LengthHistory(initial=EXAMPLE, interpolated=True)
-    knots = [generated, *(length for length in EXAMPLE if length > generated), 20]
-    levels = np.linspace(0, 0.999, 101)
-    expected = np.rint(np.round(np.interp(levels * (len(knots) - 1), range(len(knots)), knots), 6))
-    got = history.lengths_at(levels[:, None], ints(generated), ints(20))[:, 0]
-    assert got.tolist() == np.maximum(expected, generated + 1).tolist()
-
-
-def test_interpolation_leaves_jobs_without_output_to_plain_entries() -> None:
-    history = LengthHistory(initial=EXAMPLE, interpolated=True)
-    drawn = history.sample_above(np.random.default_rng(0), ints(0), ints(4), 1000)
-    assert set(np.unique(drawn)) == {2, 3, 4}
-
-
 def test_outputs_that_go_on_count_as_cut_ones_and_are_not_kept() -> None:
     levels = np.linspace(0.05, 0.95, 19)
     history, cut = LengthHistory(), LengthHistory()
@@ -76,12 +60,11 @@ def test_only_cuts_say_nothing_of_ends() -> None:
     assert history.quantiles(np.array([0.1, 0.9])).tolist() == [4, 4]
 
 
-@pytest.mark.parametrize("interpolated", [False, True])
-def test_without_a_longer_entry_the_limit_is_assumed_and_never_exceeded(interpolated: bool) -> None:
-    history = LengthHistory(initial=EXAMPLE, interpolated=interpolated)
+def test_without_a_longer_entry_the_limit_is_assumed_and_never_exceeded() -> None:
+    history = LengthHistory(initial=EXAMPLE)
     drawn = history.sample_above(np.random.default_rng(0), ints(8, 3, 0, 6), ints(9, 4, 1, 6), 200)
     assert (drawn == [9, 4, 1, 6]).all()
-    empty = LengthHistory(interpolated=interpolated)
+    empty = LengthHistory()
     assert (empty.sample_above(np.random.default_rng(0), ints(0), ints(7), 3) == 7).all()
 
 
@@ -89,20 +72,16 @@ def test_without_a_longer_entry_the_limit_is_assumed_and_never_exceeded(interpol
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
     generated=st.lists(st.integers(0, 70), min_size=1, max_size=8),
-    interpolated=st.booleans(),
 )
-def test_draws_are_longer_than_what_is_generated_and_the_plain_ones_are_entries(
-    lengths: list[int], generated: list[int], interpolated: bool
-) -> None:
-    history = LengthHistory(initial=lengths, interpolated=interpolated)
+def test_draws_are_entries_that_are_longer_than_what_is_generated(lengths: list[int], generated: list[int]) -> None:
+    history = LengthHistory(initial=lengths)
     limit = np.full(len(generated), 80)
     drawn = history.sample_above(np.random.default_rng(3), ints(*generated), limit, 20)
     assert drawn.shape == (20, len(generated))
     assert (drawn > generated).all() and (drawn <= 80).all()
-    if not interpolated:
-        assert set(drawn.ravel().tolist()) <= {*lengths, 80}
-        for column, so_far in zip(drawn.T, generated, strict=True):
-            assert (column == 80).all() == (not any(length > so_far for length in lengths))
+    assert set(drawn.ravel().tolist()) <= {*lengths, 80}
+    for column, so_far in zip(drawn.T, generated, strict=True):
+        assert (column == 80).all() == (not any(length > so_far for length in lengths))
 
 
 @settings(max_examples=100, deadline=None)
@@ -131,14 +110,6 @@ def test_the_window_forgets_and_the_version_rises() -> None:
         assert history.quantiles(np.array([0.3, 0.6, 0.9])).tolist() == [new - 2, new - 1, new]
         assert len(history) == 3
         assert history.version == version + new - 3
-
-
-def test_interpolation_puts_unseen_mass_between_the_longest_entry_and_the_limit() -> None:
-    """An end at 10 and a cut at 20: half of the mass is above 10, and the limit gets half, a mean entry's, more."""
-    history = LengthHistory(interpolated=True, initial=[10])
-    history.add(20, censored=True)
-    drawn = history.lengths_at(np.array([[1 / 3], [2 / 3]]), np.array([5]), np.array([100]))
-    assert drawn.ravel().tolist() == [10, 55]
 
 
 def law_of(*quantiles: float) -> Forecast:

@@ -15,14 +15,7 @@ from farsight.core.errors import IntegrityError, InvalidValueError
 from farsight.core.messages.plans import CachedRun, KVCacheEvent
 from farsight.core.request import Request, SamplingParams
 from farsight.policies.placement.e2 import E2Choice, key_portion
-from farsight.policies.placement.e2_profiles import (
-    INITIAL_TPOT_S,
-    LLAMA_3_70B_A100_TP2,
-    LLAMA_3_70B_H100_TP2,
-    MISTRAL_7B_A6000,
-    Regressions,
-    from_step_cost,
-)
+from farsight.policies.placement.e2_profiles import Regressions, from_step_cost
 from tests.unit.policies.e2_driver import BARE, Driver, informed, loads_of, path, router_of
 
 
@@ -52,24 +45,6 @@ def test_ex2_the_cost_is_load_and_evictions_and_prefill() -> None:
 )
 def test_ex3_the_key_portion_is_the_deepest_node_longer_than_all_before_it(spans: list[int], key: int) -> None:
     assert key_portion(spans) == key
-
-
-@pytest.mark.parametrize(
-    ("regressions", "new", "context", "milliseconds"),
-    [
-        (MISTRAL_7B_A6000, 1000, 1000, 125.506),
-        (MISTRAL_7B_A6000, 100, 100, 24.8),
-        (MISTRAL_7B_A6000, 191, 191, 24.8),
-        (MISTRAL_7B_A6000, 300, 300, 29.911),  # quadratic: (-118 + 375 - 230.4 + 0.32) / 0.9
-        (MISTRAL_7B_A6000, 4000, 4000, 539.306),
-        (LLAMA_3_70B_A100_TP2, 2000, 8000, 466.235),
-        (LLAMA_3_70B_H100_TP2, 2000, 8000, 211.818),
-    ],
-)
-def test_pt_of_the_authors(regressions: Regressions, new: int, context: int, milliseconds: float) -> None:
-    """To the digits that the constants are known to."""
-    assert regressions.prefill_s(new, context) * 1e3 == pytest.approx(milliseconds, abs=8e-3)
-    assert regressions.decode_s(10.0, 1e4) == 10 * INITIAL_TPOT_S
 
 
 def test_regressions_of_a_step_cost() -> None:
