@@ -61,6 +61,6 @@ def pulled_file(model: PublishedModel) -> Path:
     """
     directory = models_dir()
     if not model.is_in(directory):
-        expected = f"a model that is here; `farsight pull {model.name}` brings {model.file} ({model.size}) to {directory}"
-        raise InvalidValueError("model", model.name, expected)
+        how = f"`farsight pull {model.name}` brings {model.file} ({model.size}) to {directory}"
+        raise InvalidValueError("model", model.name, f"a model that is here; {how}")
     return directory / model.file

