@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from farsight.core.config.load import load_config
+from farsight.core.errors import ConfigError
 from farsight.services.bench.command import bench
 from farsight.services.commands.advise import advise
 from farsight.services.commands.ask import KEY_VARIABLE, ApiKeyOption, JsonOption, ask, key_for
@@ -23,6 +24,7 @@ from farsight.services.commands.explain import explain
 from farsight.services.commands.front import front
 from farsight.services.commands.keys import KeyFileOption, keys
 from farsight.services.commands.profile import profile
+from farsight.services.commands.pull import fetch_missing, models, pull
 from farsight.services.commands.replay import replay
 from farsight.services.commands.simulate import compare, simulate
 from farsight.services.commands.train import train
@@ -39,6 +41,10 @@ STATUS_TIMEOUT_S = 5.0
 
 MEASURED_S = 2.0
 """So long ``farsight status`` watches what the processes use."""
+
+ModelOption = typer.Option(
+    help="Name that `farsight models` lists, directory, GGUF file or hub id; default: the embedded model."
+)
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -60,10 +66,8 @@ def main(
 
 @app.command()
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Directory, GGUF file, hub id or embedded-vision; default: the embedded model."),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="The model, as in --model.")] = None,
+    model: Annotated[str | None, ModelOption] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name that clients ask for; several times for several names.")
     ] = None,
@@ -169,7 +173,7 @@ def serve(
     """Serve a model over an OpenAI-compatible HTTP API until Ctrl-C, or until TERM and the end of open requests."""
     overrides: dict[str, dict[str, Any]] = {
         "model": {
-            "path": model,
+            "path": model or name,
             "name": served_model_name[0] if served_model_name else None,
             "also_named": ",".join(served_model_name[1:]) if served_model_name and served_model_name[1:] else None,
             "chat_template": None if chat_template is None else str(chat_template),
@@ -213,6 +217,8 @@ def serve(
     if api_key is not None:
         os.environ[KEY_VARIABLE] = api_key  # Ingress replicas read it from there, as they do under `serve deploy`.
     with failing_in_lines("serve"), naming_flags(overrides):
+        if name is not None and model is not None:
+            raise ConfigError("--model", model, f"none beside the model {name!r}")
         settings = load_config(config, overrides)
         check_own_gpus(settings)  # before the imports of what starts a server, which take over a second
         from farsight.services.launch.failures import in_format
@@ -220,6 +226,7 @@ def serve(
         from farsight.services.launch.signals import StopSignal
 
         say = in_format(typer.echo, settings.server.log_format)
+        fetch_missing(settings.model.path, say, quiet=settings.server.log_format != "text")
         run_service(settings, say, StopSignal())
     say("Stopped.")
 
@@ -411,10 +418,7 @@ def batch(
         str | None,
         typer.Option(help="Dashboard of a Ray cluster, as http://host:8265; default: a private cluster here."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Directory, GGUF file, hub id or embedded-vision; default: the embedded model."),
-    ] = None,
+    model: Annotated[str | None, ModelOption] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 64,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
@@ -427,6 +431,8 @@ def batch(
     with failing_in_lines("batch"):
         # Check the settings before anything starts.
         patience_s = load_config(config, {"model": {"path": model}}).server.start_patience_s
+        if model is not None and address is None:
+            fetch_missing(model, functools.partial(typer.echo, err=True), quiet=as_json)
         say = functools.partial(typer.echo, nl=False, err=as_json)
         exit_status = submit(source, target, address, options, say, patience_s)
         if as_json and not exit_status:
@@ -438,6 +444,8 @@ app.add_typer(keys, name="keys")
 app.command()(bench)
 app.command()(explain)
 app.command()(front)
+app.command()(models)
+app.command()(pull)
 app.command()(demo)
 app.command()(profile)
 app.command()(simulate)

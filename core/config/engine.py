@@ -20,7 +20,8 @@ class ModelConfig:
     """Which model is served.
 
     Attributes:
-        path: A directory, a GGUF file or a hub id; empty means the embedded model.
+        path: A name that ``farsight models`` lists, a directory, a GGUF file or a hub id; empty means the embedded
+            model.
         name: The name clients ask for; empty means the name of the directory or the file.
         also_named: Further names that clients may ask for, separated by commas.
         chat_template: A file with the chat template, in place of the model's own; every machine has it.

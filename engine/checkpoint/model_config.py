@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farsight.core.errors import ConfigError, InvalidValueError
 from farsight.engine.checkpoint.architectures import ARCHITECTURES, Architecture, Windows
+from farsight.engine.checkpoint.catalogue import catalogue, pulled_file
 from farsight.engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
 from farsight.engine.checkpoint.families.record import (
     ACTIVATIONS,
@@ -222,14 +223,19 @@ def resolve_max_model_len(config: DecoderConfig, asked: int) -> int:
 
 
 def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
-    """Where a model lies: an existing directory or GGUF file as it is, else a hub id, downloaded or in the hub's cache.
+    """Returns where a model lies.
+
+    A name of the catalogue comes first, then a directory or GGUF file that exists, then a hub id, downloaded or in the
+    hub's cache. A directory that is called like a model of the catalogue is ``./NAME``.
 
     Args:
         weights: Whether the weights are needed; the other files of a hub id are small.
 
     Raises:
-        InvalidValueError: Neither a directory, nor a GGUF file, nor a model that the hub provides.
+        InvalidValueError: None of these, or a model of the catalogue that has not been pulled.
     """
+    if name_or_path in catalogue():
+        return pulled_file(catalogue()[name_or_path])
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return _alone_in(path) or path
@@ -238,7 +244,8 @@ def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
             raise InvalidValueError("model", name_or_path, "a GGUF file that exists, and is a regular file")
         return path
     if not HUB_ID.fullmatch(name_or_path):
-        raise InvalidValueError("model", name_or_path, "a model directory or GGUF file that exists, or a hub id")
+        expected = "a model directory or GGUF file that exists, a name that `farsight models` lists, or a hub id"
+        raise InvalidValueError("model", name_or_path, expected)
     patterns = [pattern for pattern in MODEL_FILES if weights or "safetensors" not in pattern]
     import huggingface_hub  # only here: most starts are from a directory, and the import costs time
 
@@ -246,7 +253,7 @@ def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
         return Path(huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns))
     except (OSError, ValueError, RuntimeError) as error:  # no network, unknown or gated, malformed id
         reason = str(error).strip().split("\n")[0]
-        expected = f"a model directory, a GGUF file or a Hugging Face hub id ({reason})"
+        expected = f"a model directory, a GGUF file, a name that `farsight models` lists or a hub id ({reason})"
         raise InvalidValueError("model", name_or_path, expected) from error
 
 

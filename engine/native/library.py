@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from farsight.core.errors import FarsightError
+from farsight.engine.checkpoint.catalogue import cache_dir
 
 _HERE = Path(__file__).parent
 _SOURCE = _HERE / "step.cpp"
@@ -58,12 +59,6 @@ def load_library() -> ctypes.CDLL:
 def is_compiling() -> bool:
     """Whether this process is building the compiled step right now; may be asked by any thread."""
     return _compiling.is_set()
-
-
-def cache_dir() -> Path:
-    """Directory of built libraries; ``FARSIGHT_CACHE`` overrides it."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("FARSIGHT_CACHE") or Path(base) / "farsight")
 
 
 def _fingerprint(compiler: str) -> str:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import psutil
 
 from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.engine.checkpoint.catalogue import catalogue
 from farsight.services.api.batches.lines import read_batch, read_result
 from farsight.services.batch.progress import LOCK_WAIT_S, ProgressStore, partial_path
 from farsight.services.launch.signals import INTERRUPTED, StopSignal
@@ -123,7 +124,7 @@ def entrypoint(python: str, source: Path, target: Path, options: BatchOptions) -
     if options.config is not None:
         words += ["--config", str(options.config.resolve())]
     if options.model is not None:
-        is_local = Path(options.model).exists()  # a directory or a GGUF file, not a hub id
+        is_local = options.model not in catalogue() and Path(options.model).exists()  # a directory or a GGUF file
         words += ["--model", str(Path(options.model).resolve()) if is_local else options.model]
     if options.overwrite:
         words.append("--overwrite")

@@ -29,7 +29,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def key_for(url: str, api_key: str | None) -> str:
-    """The key to send: the given one, else the admin token of a server of this user on this machine; else empty."""
+    """Returns the key to send: the given one, else the admin token of a server of this user here; else empty."""
     if api_key is not None:
         return api_key
     parts = urllib.parse.urlsplit(url)
@@ -40,7 +40,9 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def ask(server: str, path: str, timeout_s: float, token: str = "", body: dict[str, Any] | None = None) -> Any:
-    """The JSON answer to a GET, or to a POST if there is a body. Redirects are not followed: the key is for one server.
+    """Returns the JSON answer to a GET, or to a POST if there is a body.
+
+    Redirects are not followed: the key is for one server.
 
     Args:
         server: Its address, as ``http://127.0.0.1:8000``.
