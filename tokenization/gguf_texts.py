@@ -204,7 +204,7 @@ def _sentencepiece(file: GGUFFile, ids: dict[str, int]) -> Tokenizer:
 
 
 def _word_pieces(file: GGUFFile, ids: dict[str, int]) -> tuple[Tokenizer, dict[str, int]]:
-    """Builds one as BERT's, with its own vocabulary: the file marks the beginnings of words, the model what continues one."""
+    """Builds one as BERT's, with its vocabulary: the file marks beginnings of words, the model what continues one."""
     kinds = _kinds(file, len(ids))
     own: dict[str, int] = {}
     for token, index in ids.items():

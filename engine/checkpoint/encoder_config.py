@@ -313,7 +313,7 @@ def check_encoder(model_dir: Path, config: EncoderConfig) -> None:
 
 
 def encoder_tensors(model_dir: Path, config: EncoderConfig) -> dict[str, StoredTensor]:
-    """Returns the tensors of a directory's encoder by the names of ``encoder_shapes``, from the headers of its files alone.
+    """Returns the tensors of a directory's encoder by the names of ``encoder_shapes``, from headers alone.
 
     Raises:
         CheckpointError: As ``check_encoder``.
