@@ -29,6 +29,9 @@ _END_TEXTS = frozenset(
 )
 """Control tokens that end an output wherever they are in a vocabulary, as in llama.cpp: one file names a single eos."""
 
+_HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
+"""In a vocabulary that has both, as gpt-oss's, they end an output, and ``<|end|>`` ends one of its messages."""
+
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -37,10 +40,15 @@ _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]
 _CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _GPT2 = frozenset(("gpt-2", "gpt2"))
-_SINGLE_DIGITS = frozenset(("smollm",))
+_COMPOSED = frozenset(("qwen2", "command-r"))
+"""Where characters and their marks become one character first, which llama.cpp leaves out."""
+
+_SINGLE_DIGITS = frozenset(("smollm", "starcoder", "refact", "command-r"))
 _LLAMA3 = frozenset(("llama-bpe", "llama3", "llama-v3"))
 _SPLITS = {
-    **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe"), rf"{_WORDS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"),
+    **dict.fromkeys(
+        (*_LLAMA3, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), rf"{_WORDS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
+    ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), rf"{_WORDS}|{_LETTERS}|\p{{N}}|{_REST}"),
     "tekken": rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_REST}",
     "gpt-4o": rf"{_CASED[0]}{_WORDS}?|{_CASED[1]}{_WORDS}?|\p{{N}}{{1,3}}|{_CASED_REST}",
@@ -64,10 +72,16 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
             tokenizer = _byte_level(file, tokens)
         elif kind == "llama":
             tokenizer = _sentencepiece(file, tokens)
+        elif kind == "bert":
+            tokenizer, tokens = _word_pieces(file, tokens)
         else:
-            advice = "gpt2 or llama: serve the model's own directory with its tokenizer.json, or llama.cpp's server "
-            raise file.error(_KEY + "model", kind, advice + "behind [[replica]]")
+            advice = "serve the model's own directory with its tokenizer.json, or llama.cpp's server behind [[replica]]"
+            raise file.error(_KEY + "model", kind, f"gpt2, llama or bert: {advice}")
         _add_special(tokenizer, file, tokens)
+        if kind == "bert":
+            tokenizer.post_processor = _pairs(file, list(tokens))
+        else:
+            tokenizer.post_processor = _post_processor(file, list(tokens))
         return tokenizer
     except GGUFError:
         raise
@@ -94,7 +108,10 @@ def gguf_end_ids(file: GGUFFile) -> tuple[int, ...]:
     tokens = file.strings(_KEY + "tokens")
     named = {_role(file, role, len(tokens)) for role in _ENDS} - {None}
     control = (index for index, kind in enumerate(_kinds(file, len(tokens))) if kind == _CONTROL)
-    ends = {index for index in control if tokens[index] in _END_TEXTS}
+    texts = _END_TEXTS
+    if set(tokens) >= _HARMONY_ENDS:
+        texts = (_END_TEXTS | _HARMONY_ENDS) - {"<|end|>"}
+    ends = {index for index in control if tokens[index] in texts}
     return tuple(sorted(each for each in named | ends if each is not None))
 
 
@@ -132,7 +149,7 @@ def _byte_level(file: GGUFFile, ids: dict[str, int]) -> Tokenizer:
     pre = file.value(_KEY + "pre", str)
     merges = [_parted(file, merge) for merge in file.strings(_KEY + "merges")]
     tokenizer = Tokenizer(models.BPE(_own(file, ids), merges, ignore_merges=pre in _WHOLE_WORDS))
-    tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    tokenizer.normalizer = normalizers.NFC() if pre in _COMPOSED else None
     tokenizer.pre_tokenizer = _pre_tokenizer(file, pre)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -186,6 +203,36 @@ def _sentencepiece(file: GGUFFile, ids: dict[str, int]) -> Tokenizer:
     return tokenizer
 
 
+def _word_pieces(file: GGUFFile, ids: dict[str, int]) -> tuple[Tokenizer, dict[str, int]]:
+    """Builds one as BERT's, with its vocabulary: the file marks beginnings of words, the model what continues one."""
+    kinds = _kinds(file, len(ids))
+    own: dict[str, int] = {}
+    for token, index in ids.items():
+        starts, special = token.startswith("▁"), kinds[index] in (_CONTROL, _UNKNOWN)
+        own[token if special else token[1:] if starts else "##" + token] = index
+    # A vocabulary without capitals belongs to a model that reads none; no key says so.
+    cased = any(token.isascii() and token.lower() != token for token, i in own.items() if kinds[i] == _NORMAL)
+    unknown = _text(file, "unk", list(own), "[UNK]")
+    tokenizer = Tokenizer(models.WordPiece(own, unk_token=unknown))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer, own
+
+
+def _pairs(file: GGUFFile, tokens: Sequence[str]) -> processors.PostProcessor:
+    """Puts around a text, and between two, what BERT reads there."""
+    first, end = _text(file, "cls", tokens, "[CLS]"), _text(file, "sep", tokens, "[SEP]")
+    return processors.BertProcessing((end, tokens.index(end)), (first, tokens.index(first)))
+
+
+def _text(file: GGUFFile, role: str, tokens: Sequence[str], default: str) -> str:
+    found = _role(file, role, len(tokens))
+    if found is None and default not in tokens:
+        raise file.error(f"{_KEY}{_ROLE_KEYS.get(role, role)}_token_id", "nothing", f"an id, or the token {default}")
+    return default if found is None else tokens[found]
+
+
 def _merges(file: GGUFFile, ids: dict[str, int]) -> list[tuple[str, str]]:
     """Each way to make a token of two others, as ``transformers`` orders them: by score, then by their lengths."""
     scores = file.numbers(_KEY + "scores", len(ids), 0.0)
@@ -216,7 +263,6 @@ def _add_special(tokenizer: Tokenizer, file: GGUFFile, ids: dict[str, int]) -> N
     wrong = next((token for token, _ in wanted if tokenizer.token_to_id(token) != ids[token]), None)
     if wrong is not None:
         raise file.error(_KEY + "tokens", wrong, f"a token that keeps its id, {ids[wrong]}")
-    tokenizer.post_processor = _post_processor(file, list(ids))
 
 
 def _added_token(token: str, special: bool, absorbing: bool) -> AddedToken:

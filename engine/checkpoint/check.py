@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from farsight.engine.checkpoint.config_fields import CheckpointError, Shape
-from farsight.engine.checkpoint.gguf_model import gguf_tensors
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.names import check_complete, known_name, tensor_shapes
 from farsight.engine.checkpoint.quantization import StoredMatrix, stored_matrices
@@ -39,9 +39,15 @@ def gguf_checkpoint(file: GGUFFile, config: DecoderConfig) -> dict[str, GGUFTens
     Raises:
         As ``check_checkpoint``.
     """
-    found = gguf_tensors(file)
+    targets = tensor_shapes(config)
+    found = {name: _with_dimension(tensor, targets.get(name)) for name, tensor in file.tensors.items()}
     _check({name: tensor.shape for name, tensor in found.items()}, config)
-    return {name: tensor for name, tensor in found.items() if name in tensor_shapes(config)}
+    return {name: tensor for name, tensor in found.items() if name in targets}
+
+
+def _with_dimension(tensor: GGUFTensor, shape: Shape | None) -> GGUFTensor:
+    """A matrix of one row may be stored as a vector."""
+    return replace(tensor, shape=shape) if shape == (1, *tensor.shape) else tensor
 
 
 def safetensors_checkpoint(model_dir: Path, config: DecoderConfig) -> dict[str, StoredMatrix]:

@@ -13,9 +13,11 @@ from farsight.core.errors import ConfigError, InvalidValueError
 from farsight.engine.checkpoint.config_fields import CheckpointError, Fields, Shape, UnsupportedModelError, read_json
 from farsight.engine.checkpoint.families.encoder import ENCODERS, EncoderArchitecture
 from farsight.engine.checkpoint.families.record import ACTIVATIONS
+from farsight.engine.checkpoint.gguf_encoder import GGUF_ENCODERS, gguf_encoder_config, gguf_encoder_tensors
 from farsight.engine.checkpoint.model_config import MAX_LAYERS, load_model_config
+from farsight.engine.checkpoint.rotary_config import RotaryConfig
 from farsight.engine.checkpoint.stored import FLOATS, StoredTensor, stored_tensors
-from farsight.tokenization.gguf_file import is_gguf
+from farsight.tokenization.gguf_file import gguf_architecture, is_gguf, read_gguf
 from farsight.tokenization.model_dir import model_file, read_json_file
 
 _POOLING_MODES: Mapping[str, str] = {
@@ -69,6 +71,7 @@ class EncoderConfig:
         num_labels: Outputs of the classifier; 0 if it has none.
         squashes: Whether a score is brought into 0 to 1 by the logistic function.
         sentence: How its embeddings are made.
+        rotary: How positions turn queries and keys; None where they do not.
     """
 
     architecture: str
@@ -86,6 +89,7 @@ class EncoderConfig:
     squashes: bool
     checkpoint_dtype: str
     sentence: SentenceConfig
+    rotary: RotaryConfig | None = None
 
     @property
     def max_len(self) -> int:
@@ -104,13 +108,16 @@ def load_encoder_config(model_dir: Path) -> EncoderConfig | None:
         InvalidValueError: A file that cannot be read.
     """
     if is_gguf(model_dir):
-        return None
-    raw = read_json(model_dir, "config.json") or {}
+        if gguf_architecture(model_dir) not in GGUF_ENCODERS:
+            return None
+        raw, pooling = gguf_encoder_config(read_gguf(model_dir))
+    else:
+        raw, pooling = read_json(model_dir, "config.json") or {}, "mean"
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if not isinstance(name, str) or name not in ENCODERS:
+    record = ENCODERS.get(name) if isinstance(name, str) else None
+    if name is None or record is None or (record.only_gguf and not is_gguf(model_dir)):
         return None
-    record = ENCODERS[name]
     fields = Fields(raw, record.defaults, spelled={"norm_eps": "layer_norm_eps"})
     _check_positions(fields)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
@@ -131,7 +138,8 @@ def load_encoder_config(model_dir: Path) -> EncoderConfig | None:
         num_labels=_num_labels(fields) if record.classifier else 0,
         squashes=_squashes(raw),
         checkpoint_dtype=str(fields["dtype"] or fields["torch_dtype"] or "float32").removeprefix("torch."),
-        sentence=read_sentence(model_dir, hidden, "mean"),
+        sentence=read_sentence(model_dir, hidden, pooling),
+        rotary=RotaryConfig(hidden // heads, fields.positive("rope_theta")) if record.rotary else None,
     )
     if config.max_len < 1:
         raise fields.error("max_position_embeddings", f"more than {config.first_position}")
@@ -155,7 +163,7 @@ def abilities_of(model_dir: Path) -> Abilities:
         decoder = load_model_config(model_dir)
     except InvalidValueError:
         return Abilities()
-    sentence = SentenceConfig("last") if is_gguf(model_dir) else read_sentence(model_dir, decoder.hidden_size, "last")
+    sentence = read_sentence(model_dir, decoder.hidden_size, "last")
     if sentence.dense:
         raise UnsupportedModelError("modules.json", "Dense", "no further layers behind the embeddings of a decoder")
     if sentence.pooling == "cls":
@@ -170,7 +178,7 @@ def read_sentence(model_dir: Path, hidden_size: int, default: str) -> SentenceCo
         UnsupportedModelError: A module, or a kind of pooling, that is not computed.
         InvalidValueError: A file that cannot be read.
     """
-    path = model_file(model_dir, "modules.json")
+    path = None if is_gguf(model_dir) else model_file(model_dir, "modules.json")
     if path is None:
         return SentenceConfig(default)
     modules = read_json_file(path)
@@ -264,36 +272,51 @@ def resolve_encoder_len(config: EncoderConfig, asked: int) -> int:
 def encoder_shapes(config: EncoderConfig) -> dict[str, Shape]:
     """The tensors that are read, by their names without the prefix, with their shapes."""
     hidden, inner = config.hidden_size, config.intermediate_size
+    record = config.record
     shapes: dict[str, Shape] = {
         "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
-        "embeddings.position_embeddings.weight": (config.max_position_embeddings, hidden),
         "embeddings.token_type_embeddings.weight": (config.type_vocab_size, hidden),
     }
+    if not record.rotary:
+        shapes["embeddings.position_embeddings.weight"] = (config.max_position_embeddings, hidden)
     norms = ["embeddings.LayerNorm"]
     linears: dict[str, Shape] = {}
     for index in range(config.num_hidden_layers):
         layer = f"encoder.layer.{index}."
         norms += [f"{layer}attention.output.LayerNorm", f"{layer}output.LayerNorm"]
-        for name in ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"):
-            linears[layer + name] = (hidden, hidden)
-        linears[f"{layer}intermediate.dense"] = (inner, hidden)
+        rows = hidden * 3 // len(record.qkv)
+        linears |= {f"{layer}attention.self.{name}": (rows, hidden) for name in record.qkv}
+        linears[f"{layer}attention.output.dense"] = (hidden, hidden)
+        linears |= {f"{layer}{name}": (inner, hidden) for name in record.up}
         linears[f"{layer}output.dense"] = (hidden, inner)
-    if config.record.classifier == "pooled":
+    if record.classifier == "pooled":
         linears |= {"pooler.dense": (hidden, hidden), "classifier": (config.num_labels, hidden)}
-    elif config.record.classifier == "two":
+    elif record.classifier == "two":
         linears |= {"classifier.dense": (hidden, hidden), "classifier.out_proj": (config.num_labels, hidden)}
     for norm in norms:
         shapes |= {f"{norm}.weight": (hidden,), f"{norm}.bias": (hidden,)}
     for name, shape in linears.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+        shapes |= {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if record.biased else {})
     return shapes
 
 
-def check_encoder(model_dir: Path, config: EncoderConfig) -> dict[str, StoredTensor]:
-    """The tensors of the encoder by the names of ``encoder_shapes``, from the headers of its files alone.
+def check_encoder(model_dir: Path, config: EncoderConfig) -> None:
+    """Reads the headers of an encoder's files.
 
     Raises:
         CheckpointError: A damaged file, or a missing or odd tensor; names it.
+    """
+    if is_gguf(model_dir):
+        gguf_encoder_tensors(read_gguf(model_dir), encoder_shapes(config))
+    else:
+        encoder_tensors(model_dir, config)
+
+
+def encoder_tensors(model_dir: Path, config: EncoderConfig) -> dict[str, StoredTensor]:
+    """Returns the tensors of a directory's encoder by the names of ``encoder_shapes``, from headers alone.
+
+    Raises:
+        CheckpointError: As ``check_encoder``.
     """
     known = encoder_shapes(config)
     found = {_plain_name(name, config): tensor for name, tensor in stored_tensors(model_dir).items()}

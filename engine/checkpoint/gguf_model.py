@@ -1,160 +1,135 @@
-"""What a GGUF file says about its model, in the words of a ``config.json``; its tensors by their names in transformers.
+"""What a GGUF file says about its model, in the words of a ``config.json``.
 
 Knows no torch. Only the factors of rotary embeddings are read from the file's data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from farsight.engine.checkpoint.architectures import ARCHITECTURES
 from farsight.engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
+from farsight.engine.checkpoint.families.gguf import GGUF_FAMILIES, GGUFFamily
 from farsight.tokenization.gguf_file import GGUFFile, GGUFTensor
 from farsight.tokenization.gguf_texts import gguf_end_ids
 
-ARCHITECTURE_NAMES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-}
-"""By ``general.architecture``: the same in transformers. llama.cpp writes Mistral's models as llama's."""
-
-EXPERT_UP, EXPERT_DOWN = ("mlp.experts.gate_proj", "mlp.experts.up_proj"), "mlp.experts.down_proj"
-"""As in ``TensorNames``: a file has one tensor for the gates of all experts, and so on."""
-
 _ELSEWHERE = "serve it with llama.cpp behind [[replica]]"
 _FAMILY_ELSEWHERE = f"take the model's safetensors directory, whose families are more, or {_ELSEWHERE}"
-_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
+_EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
+_WINDOW = "attention.sliding_window"
+_PLAIN_YARN = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
 }
-_ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_NO_EXPERTS = ("expert_count", "expert_used_count")
 
 
-def gguf_tensors(file: GGUFFile) -> dict[str, GGUFTensor]:
-    """The tensors by their names in transformers; an unknown name stays as it is."""
-    fused = file.metadata.get("general.architecture") == "phi3"
-    return {_name(name, fused): tensor for name, tensor in file.tensors.items() if name not in _ROPE_FACTORS}
+def gguf_family(file: GGUFFile) -> GGUFFamily:
+    """Returns how the file holds its model.
 
-
-def _name(name: str, fused: bool) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in _WHOLE:
-        return f"{_WHOLE[stem]}.{kind}"
-    parts = stem.split(".")
-    if len(parts) != 3 or parts[0] != "blk" or parts[2] not in _LAYER:
-        return name
-    ours = "mlp.gate_up_proj" if fused and parts[2] == "ffn_up" else _LAYER[parts[2]]
-    return f"model.layers.{parts[1]}.{ours}.{kind}"
-
-
-def turned_heads(file: GGUFFile, name: str) -> int:
-    """How many heads' rows of a tensor have the values that are rotated together beside each other; 0: none.
-
-    llama.cpp's converter orders the rows of queries and keys of the architecture llama so.
+    Raises:
+        UnsupportedModelError: Another architecture.
+        GGUFError: A field has the wrong kind.
     """
-    if file.metadata["general.architecture"] != "llama":
-        return 0
-    heads = int(file.metadata["llama.attention.head_count"])
-    if name.rpartition(".")[0].endswith("self_attn.q_proj"):
-        return heads
-    if name.rpartition(".")[0].endswith("self_attn.k_proj"):
-        return int(file.metadata.get("llama.attention.head_count_kv", heads))
-    return 0
+    name = file.value("general.architecture", str)
+    if name not in GGUF_FAMILIES:
+        known = f"one of {', '.join(GGUF_FAMILIES)}: {_FAMILY_ELSEWHERE}"
+        raise UnsupportedModelError("general.architecture", name, known)
+    family = GGUF_FAMILIES[name]
+    for key, other in family.others.items():
+        if file.value(f"{name}.{key}", int, 0):
+            family = other
+    return family
 
 
 def gguf_config(file: GGUFFile) -> dict[str, Any]:
-    """The fields of a ``config.json`` that describe the same model.
+    """Returns the fields of a ``config.json`` that describe the same model.
 
     Raises:
         UnsupportedModelError: Another architecture, or a feature that the engine does not compute.
         GGUFError: A field is missing, or has the wrong kind.
     """
-    name = file.value("general.architecture", str)
-    if name not in ARCHITECTURE_NAMES:
-        raise UnsupportedModelError(
-            "general.architecture", name, f"one of {', '.join(ARCHITECTURE_NAMES)}: {_FAMILY_ELSEWHERE}"
-        )
-    _check_whole(file, name)
-    keys = _Keys(file, name)
+    family = gguf_family(file)
+    record = ARCHITECTURES[family.architecture]
+    keys = GGUFKeys(file, file.metadata["general.architecture"])
+    _check_only(keys, family)
     heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
     embedding = _tensor(file, "token_embd.weight")
-    head_dim = keys.size("attention.key_length", hidden // heads)
+    head_dim, num_layers = keys.size("attention.key_length", hidden // heads), keys.size("block_count")
     if keys.size("attention.value_length", head_dim) != head_dim:
         raise keys.error("attention.value_length", f"the key_length, {head_dim}")
+    biased = _has(file, "attn_q.bias")
     raw: dict[str, Any] = {
-        "architectures": [ARCHITECTURE_NAMES[name]],
+        "architectures": [family.architecture],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": keys.size("feed_forward_length"),
-        "num_hidden_layers": keys.size("block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        record.spelled.get("norm_eps", "rms_norm_eps"): keys.number(_EPS[record.norm]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": _dtype(file),
+        "dtype": gguf_dtype(file),
         "eos_token_id": list(gguf_end_ids(file)),
-        "attention_bias": name != "qwen2" and _has_bias(file, "attn_q"),
-        "mlp_bias": _has_bias(file, "ffn_up"),
-        "rope_parameters": _rope(keys, head_dim),
+        "attention_bias": biased,
+        "qkv_bias": biased,
+        "mlp_bias": _has(file, "ffn_up.bias"),
+        "rope_parameters": _rope(keys, head_dim, family),
     }
-    if name == "qwen3moe":
-        raw |= {
-            "num_experts": keys.size("expert_count"),
-            "num_experts_per_tok": keys.size("expert_used_count"),
-            "moe_intermediate_size": keys.size("expert_feed_forward_length"),
-            "norm_topk_prob": True,  # the file does not say it: llama.cpp always normalises
-            "mlp_only_layers": [i for i in range(raw["num_hidden_layers"]) if _is_dense(file, i)],
-        }
-    if name == "phi3":  # beside the nested object, where its configuration has a default
+    raw |= {field: keys.size(key) for field, key in family.sizes.items()}
+    raw |= {field: keys.number(key) for field, key in family.numbers.items()}
+    raw |= {field: keys.number(key) for field, key in family.optional.items() if keys.given(key)}
+    raw |= family.fixed
+    if "query_pre_attn_scalar" in record.defaults:
+        raw["query_pre_attn_scalar"] = hidden // heads if num_layers == family.scaled_by_width else head_dim
+    if "moe_intermediate_size" in family.sizes:
+        raw["mlp_only_layers"] = [i for i in range(num_layers) if f"blk.{i}.ffn_gate.weight" in file.tensors]
+    if "original_max_position_embeddings" in record.defaults:  # beside the nested object, where it has a default
         length = keys.size("rope.scaling.original_context_length", raw["max_position_embeddings"])
         raw["original_max_position_embeddings"] = length
-    if name in ("llama", "phi3") and keys.size("attention.sliding_window", 0):
-        raw["sliding_window"] = keys.size("attention.sliding_window")
-        if name == "llama":
-            raw["architectures"] = ["MistralForCausalLM"]
-    return raw
+    return raw | dict(_windows(keys, family, num_layers))
+
+
+def _windows(keys: GGUFKeys, family: GGUFFamily, num_layers: int) -> Iterator[tuple[str, Any]]:
+    if family.full_every is None:
+        return
+    window = keys.size(_WINDOW, 0)
+    if not family.full_every:
+        yield "sliding_window", window or None
+        return
+    if window:
+        yield "sliding_window", window
+    slides = keys.flags(f"{_WINDOW}_pattern", num_layers)
+    if slides is None:
+        period = keys.size(f"{_WINDOW}_pattern", family.full_every)
+        slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
+    yield "layer_types", ["sliding_attention" if each and window else "full_attention" for each in slides]
 
 
 def rope_factors(file: GGUFFile) -> tuple[float, ...] | None:
-    """What each frequency is divided by; None if the file has no such factors."""
+    """Returns what each frequency is divided by; None if the file has no such factors."""
     tensor = file.tensors.get("rope_freqs.weight")
     return None if tensor is None else tuple(_floats(file, tensor))
 
 
-def _check_whole(file: GGUFFile, name: str) -> None:
-    """Refuses parts of a model, and models of experts."""
-    parts = file.value("split.count", int, 0)
+def _check_only(keys: GGUFKeys, family: GGUFFamily) -> None:
+    """Refuses parts of a model, and what is not computed."""
+    parts = keys.file.value("split.count", int, 0)
     if parts > 1:
-        raise file.error("split.count", parts, "1: join the parts with llama-gguf-split --merge")
-    for key in _NO_EXPERTS if name != "qwen3moe" else ():
-        if file.value(f"{name}.{key}", int, 0):
-            raise UnsupportedModelError(f"{name}.{key}", file.metadata[f"{name}.{key}"], f"0: {_ELSEWHERE}")
+        raise keys.file.error("split.count", parts, "1: join the parts with llama-gguf-split --merge")
+    only = dict(family.only)
+    if ARCHITECTURES[family.architecture].experts is None:
+        only |= {"expert_count": 0, "expert_used_count": 0}
+    keys.require(only)
 
 
-class _Keys:
+class GGUFKeys:
     """Metadata of one architecture."""
 
     def __init__(self, file: GGUFFile, name: str) -> None:
@@ -173,6 +148,23 @@ class _Keys:
             raise self.error(key, "a number > 0")
         return found
 
+    def require(self, only: Mapping[str, object]) -> None:
+        """Refuses other values; a missing one is fine."""
+        for key, value in only.items():
+            found = self.file.value(f"{self.name}.{key}", type(value), value)
+            if found != value:
+                raise UnsupportedModelError(f"{self.name}.{key}", found, f"{value}: {_ELSEWHERE}")
+
+    def given(self, key: str) -> bool:
+        """Says whether there is a number, and not 0."""
+        return bool(self.file.value(f"{self.name}.{key}", float, 0.0))
+
+    def flags(self, key: str, length: int) -> list[bool] | None:
+        """Returns an array of so many values that are true or false; None where there is no array."""
+        if not isinstance(self.file.metadata.get(f"{self.name}.{key}"), np.ndarray):
+            return None
+        return [bool(each) for each in self.file.numbers(f"{self.name}.{key}", length, 0)]
+
     def text(self, key: str) -> str | None:
         found: str | None = self.file.value(f"{self.name}.{key}", str)
         return found
@@ -181,11 +173,11 @@ class _Keys:
         return CheckpointError(f"{self.name}.{key}", self.file.metadata.get(f"{self.name}.{key}"), expected)
 
 
-def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
-    """``rope_parameters``; factors of Llama 3's kind are not among them, see ``rope_factors``."""
+def _rope(keys: GGUFKeys, head_dim: int, family: GGUFFamily) -> dict[str, Any]:
+    """Returns ``rope_parameters``; factors of Llama 3's kind are not among them, see ``rope_factors``."""
     rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
     turned = keys.size("rope.dimension_count", head_dim)
-    if keys.name == "phi3":
+    if ARCHITECTURES[family.architecture].partial_rotary:
         rope["partial_rotary_factor"] = turned / head_dim
     elif turned != head_dim:
         raise keys.error("rope.dimension_count", f"the heads' size, {head_dim}")
@@ -193,14 +185,28 @@ def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
         return rope | _longrope(keys)
     kind = keys.text("rope.scaling.type") or "none"
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
+    if kind == "yarn":
+        return rope | _yarn(keys, factor, truncates=family.yarn_truncates)
     if kind == "linear" or (kind == "none" and factor != 1.0):
         return rope | {"rope_type": "linear", "factor": factor}
     if kind != "none":
-        raise keys.error("rope.scaling.type", f"none or linear: {_ELSEWHERE}")
+        raise keys.error("rope.scaling.type", f"none, linear or yarn: {_ELSEWHERE}")
     return rope | {"rope_type": "default"}
 
 
-def _longrope(keys: _Keys) -> dict[str, Any]:
+def _yarn(keys: GGUFKeys, factor: float, *, truncates: bool) -> dict[str, Any]:
+    keys.require(_PLAIN_YARN)
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": keys.size("rope.scaling.original_context_length"),
+        "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        "truncate": truncates,
+    }
+
+
+def _longrope(keys: GGUFKeys) -> dict[str, Any]:
     short, long = (
         list(_floats(keys.file, _tensor(keys.file, f"rope_factors_{kind}.weight"))) for kind in ("short", "long")
     )
@@ -233,16 +239,12 @@ def _floats(file: GGUFFile, tensor: GGUFTensor) -> list[float]:
     return [float(value) for value in values]
 
 
-def _is_dense(file: GGUFFile, layer: int) -> bool:
-    return f"blk.{layer}.ffn_gate.weight" in file.tensors
+def _has(file: GGUFFile, part: str) -> bool:
+    return f"blk.0.{part}" in file.tensors
 
 
-def _has_bias(file: GGUFFile, part: str) -> bool:
-    return f"blk.0.{part}.bias" in file.tensors
-
-
-def _dtype(file: GGUFFile) -> str:
-    """The float type of the matrices, of several the one of 16 bits; bfloat16 where they are quantised."""
+def gguf_dtype(file: GGUFFile) -> str:
+    """Returns the float type of the matrices, of several the one of 16 bits; bfloat16 where they are quantised."""
     kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
     if kinds == {"F32"}:
         return "float32"

@@ -28,7 +28,7 @@ from farsight.engine.checkpoint.families.record import (
     of_config,
 )
 from farsight.engine.checkpoint.families.vision import VISION, NestedText, seeing_name, text_part
-from farsight.engine.checkpoint.gguf_model import EXPERT_DOWN, EXPERT_UP, gguf_config, rope_factors
+from farsight.engine.checkpoint.gguf_model import gguf_config, gguf_family, rope_factors
 from farsight.engine.checkpoint.quantization import Quantization, read_quantization
 from farsight.engine.checkpoint.rotary_config import FactorScaling, LongScaling, read_rotary
 from farsight.engine.checkpoint.rotary_config import RotaryConfig as RotaryConfig
@@ -193,17 +193,16 @@ def config_of(file: GGUFFile) -> DecoderConfig:
     Raises:
         As ``load_model_config``.
     """
-    raw = gguf_config(file)
-    name = _architecture(raw)
-    if name in VISION:
-        raise UnsupportedModelError("architectures", name, "a model of text alone in a GGUF file")
-    config = _read(_fields(raw, name), name, {})
-    if config.experts is not None:
-        config = replace(config, names=replace(config.names, expert_up=EXPERT_UP, expert_down=EXPERT_DOWN))
+    raw, family = gguf_config(file), gguf_family(file)
+    config = _read(_fields(raw, family.architecture), family.architecture, {})
+    config = replace(config, names=family.names)
+    if config.blocks.norm_offset is not None:  # the file has the sums
+        config = replace(config, blocks=replace(config.blocks, norm_offset=0.0))
     factors = rope_factors(file)
     if factors is None or config.rotary is None:
         return config
-    if len(factors) != config.rotary.rotary_dim // 2 or config.rotary.scaling is not None:
+    taken = config.rotary.scaling is not None or config.rotaries is not None
+    if len(factors) != config.rotary.rotary_dim // 2 or taken:
         expected = f"{config.rotary.rotary_dim // 2} numbers and no other scaling"
         raise UnsupportedModelError("rope_freqs.weight", f"{len(factors)} numbers", expected)
     return replace(config, rotary=replace(config.rotary, scaling=FactorScaling(factors)))

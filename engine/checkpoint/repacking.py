@@ -63,12 +63,16 @@ def _mx_records(blocks: Tensor, scales: Tensor) -> Iterator[QuantizedLinear]:
         blocks: uint8 ``[n, groups, 16]``, two neighbours in a byte, the first in its lower half.
         scales: uint8 ``[n, groups]``, exponents of 2 plus 127.
     """
-    halves = torch.tensor(_HALVES_OF_FP4, dtype=torch.int8)
     for first in range(0, len(blocks), _ROWS):
         octets = blocks[first : first + _ROWS].flatten(1)
-        values = halves[torch.stack((octets & 15, octets >> 4), -1).flatten(1).int()]
-        exponents = scales[first : first + _ROWS].int() - 128  # of half a value
-        yield QuantizedLinear(values, torch.ldexp(torch.ones(exponents.shape), exponents), None, 8, MX_GROUP)
+        yield _mx_record(torch.stack((octets & 15, octets >> 4), -1).flatten(1), scales[first : first + _ROWS])
+
+
+def _mx_record(nibbles: Tensor, scales: Tensor) -> QuantizedLinear:
+    """Returns the record of values ``[n, k]`` of four bits and of their groups' exponents ``[n, k / 32]``."""
+    values = torch.tensor(_HALVES_OF_FP4, dtype=torch.int8)[nibbles.int()]
+    exponents = scales.int() - 128  # of half a value
+    return QuantizedLinear(values, torch.ldexp(torch.ones(exponents.shape), exponents), None, 8, MX_GROUP)
 
 
 def float_rows(members: Mapping[str, Tensor], quantization: Quantization) -> Iterator[tuple[int, Tensor]]:
@@ -243,6 +247,10 @@ def _q6_k(blocks: Tensor) -> QuantizedLinear:
     return QuantizedLinear(values, scales.flatten(1), None, 8, 16)
 
 
+def _mxfp4(blocks: Tensor) -> QuantizedLinear:
+    return _mx_record(_nibbles(blocks[..., 1:]), blocks[..., 0])
+
+
 def _halves(blocks: Tensor, begin: int) -> Tensor:
     """The float16 at a byte of each block, as float32 ``[n, blocks]``."""
     return blocks[..., begin : begin + 2].contiguous().view(torch.float16).squeeze(-1).float()
@@ -286,5 +294,6 @@ _BLOCK_READERS: Mapping[str, tuple[Callable[[Tensor], QuantizedLinear], int]] = 
     "Q4_K": (_q4_k, 144),
     "Q5_K": (_q5_k, 176),
     "Q6_K": (_q6_k, 210),
+    "MXFP4": (_mxfp4, 17),
 }
 """By type: how it is read, and the bytes of a block."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from farsight.engine.checkpoint.check import gguf_checkpoint, safetensors_checkpoint
 from farsight.engine.checkpoint.config_fields import CheckpointError
-from farsight.engine.checkpoint.gguf_model import turned_heads
+from farsight.engine.checkpoint.gguf_model import gguf_family
+from farsight.engine.checkpoint.layers import turned_order
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.quantization import StoredMatrix
 from farsight.engine.checkpoint.quantized import QuantizedLinear, gather_records
@@ -93,7 +94,12 @@ def open_checkpoint(model: Path, config: DecoderConfig, device: str = "cpu") -> 
         CheckpointError, InvalidValueError: As ``check_checkpoint``.
     """
     if is_gguf(model):
-        return _GGUFSource(model, config)
+        header = read_gguf(model)
+        orders: dict[str, Tensor] = {}
+        if gguf_family(header).neighbours and config.rotary is not None:
+            orders["attn_q"] = turned_order(config, config.num_attention_heads)
+            orders["attn_k"] = turned_order(config, config.num_key_value_heads)
+        return GGUFSource(model, gguf_checkpoint(header, config), orders)
     return _SafetensorsSource(model, config, device)
 
 
@@ -177,12 +183,17 @@ class _SafetensorsSource:
         return self._open[key]
 
 
-class _GGUFSource:
-    """One mapped file."""
+class GGUFSource:
+    """One mapped file.
 
-    def __init__(self, path: Path, config: DecoderConfig) -> None:
-        self._header = read_gguf(path)
-        self._tensors = gguf_checkpoint(self._header, config)
+    Args:
+        tensors: By their names in the model.
+        orders: By the last part of a name: which stored row each row of such a tensor is.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, GGUFTensor], orders: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._orders = orders
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -231,13 +242,12 @@ class _GGUFSource:
             warnings.simplefilter("ignore")  # the file cannot be written to, and nothing writes
             flat = torch.frombuffer(self._data, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.begin)
         stored = flat.view(rows, -1)
-        heads = turned_heads(self._header, name)
-        if not heads:
+        order = self._orders.get(name.split(".")[-2])
+        if order is None:
             return stored
         if len(tensor.shape) == 1:
-            stored = flat.view(tensor.shape[0], -1)
-        order = torch.arange(len(stored)).view(heads, -1, 2).transpose(1, 2).flatten()
-        return stored[order] if len(tensor.shape) > 1 else stored[order].view(1, -1)
+            return flat.view(tensor.shape[0], -1)[order].view(1, -1)
+        return stored[order]
 
     def _release(self, tensor: GGUFTensor) -> None:
         """Lets the mapped pages go: they would count as memory of this process until the whole file is read."""

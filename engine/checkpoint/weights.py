@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -409,11 +410,11 @@ class Allocation:
     def _norm_weight(self, name: str, size: int) -> Tensor:
         """A weight that something is added to is kept in float32: the sum has more digits than the stored one."""
         offset = self._config.blocks.norm_offset
-        if not offset:
+        if offset is None:
             return self.tensor(f"{name}.weight", size)
         weight = torch.empty(size, dtype=torch.float32, device=self._device)
         self.targets[f"{name}.weight"] = weight
-        self._finish.append(lambda: weight.add_(offset))
+        self._finish.append(partial(weight.add_, offset))
         return weight
 
     def tensor(self, name: str, *shape: int) -> Tensor:

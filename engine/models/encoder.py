@@ -15,9 +15,13 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from farsight.engine.checkpoint.encoder_config import EncoderConfig, check_encoder, dense_tensors
+from farsight.engine.checkpoint.encoder_config import EncoderConfig, dense_tensors, encoder_shapes, encoder_tensors
+from farsight.engine.checkpoint.gguf_encoder import gguf_encoder_tensors
+from farsight.engine.checkpoint.sources import GGUFSource
 from farsight.engine.checkpoint.stored import StoredTensor
 from farsight.engine.models.layers import ACTIVATION_FUNCTIONS
+from farsight.engine.models.rotary import rotary_tables
+from farsight.tokenization.gguf_file import is_gguf, read_gguf
 
 _AFTER_POOLING: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Tanh": torch.tanh,
@@ -56,6 +60,11 @@ class EncoderModel:
         self._dense = dense
         self._act = ACTIVATION_FUNCTIONS[config.activation]
         self._qkv = [self._joined(index) for index in range(config.num_hidden_layers)]
+        self._tables: tuple[Tensor, ...] | None = None
+        if config.rotary is not None:
+            like = weights["embeddings.LayerNorm.weight"]
+            tables = rotary_tables(config.rotary, config.max_len, like.dtype)
+            self._tables = tuple(table.to(like.device) for table in tables)
 
     @classmethod
     def from_dir(cls, model_dir: Path, config: EncoderConfig, dtype: torch.dtype) -> EncoderModel:
@@ -63,7 +72,9 @@ class EncoderModel:
         Raises:
             CheckpointError: A damaged file, or a missing or odd tensor; names it.
         """
-        weights = _read(check_encoder(model_dir, config), dtype)
+        if is_gguf(model_dir):
+            return cls(config, _read_gguf(model_dir, config, dtype))
+        weights = _read(encoder_tensors(model_dir, config), dtype)
         dense = [_read(dense_tensors(model_dir, layer), dtype) for layer in config.sentence.dense]
         return cls(config, weights, dense)
 
@@ -84,9 +95,9 @@ class EncoderModel:
 
     def _hidden(self, texts: Sequence[EncoderText]) -> list[Tensor]:
         lengths = [len(text.token_ids) for text in texts]
-        hidden = self._embedded(texts)
+        hidden, positions = self._embedded(texts)
         for index in range(self.config.num_hidden_layers):
-            hidden = self._layer(index, hidden, lengths)
+            hidden = self._layer(index, hidden, lengths, positions)
         return list(torch.split(hidden, lengths))
 
     @torch.inference_mode()
@@ -113,7 +124,8 @@ class EncoderModel:
             return self._linear("classifier", torch.tanh(self._linear("pooler.dense", first))).float()
         return self._linear("classifier.out_proj", torch.tanh(self._linear("classifier.dense", first))).float()
 
-    def _embedded(self, texts: Sequence[EncoderText]) -> Tensor:
+    def _embedded(self, texts: Sequence[EncoderText]) -> tuple[Tensor, Tensor]:
+        """Returns the rows that the first layer reads, and their positions."""
         first, weights = self.config.first_position, self._weights
         device = weights["embeddings.LayerNorm.weight"].device
         ids = torch.tensor([token for text in texts for token in text.token_ids], device=device)
@@ -121,8 +133,9 @@ class EncoderModel:
         types = torch.tensor([kind for text in texts for kind in self._types(text)], device=device)
         hidden = F.embedding(ids, weights["embeddings.word_embeddings.weight"])
         hidden = hidden + F.embedding(types, weights["embeddings.token_type_embeddings.weight"])
-        hidden = hidden + F.embedding(positions, weights["embeddings.position_embeddings.weight"])
-        return self._norm("embeddings.LayerNorm", hidden)
+        if self._tables is None:
+            hidden = hidden + F.embedding(positions, weights["embeddings.position_embeddings.weight"])
+        return self._norm("embeddings.LayerNorm", hidden), positions
 
     def _types(self, text: EncoderText) -> list[int]:
         """Returns 0, and 1 for tokens of the second text, where the model tells two texts apart: RoBERTa does not."""
@@ -131,29 +144,40 @@ class EncoderModel:
             return [0] * length
         return [0] * text.second_at + [1] * (length - text.second_at)
 
-    def _layer(self, index: int, hidden: Tensor, lengths: list[int]) -> Tensor:
+    def _layer(self, index: int, hidden: Tensor, lengths: list[int], positions: Tensor) -> Tensor:
         name, heads = f"encoder.layer.{index}.", self.config.num_attention_heads
         weight, bias = self._qkv[index]
         qkv = F.linear(hidden, weight, bias).view(len(hidden), 3, heads, -1)
+        if self._tables is not None:
+            qkv[:, :2] = _turned(qkv[:, :2], *(table[positions, None, None] for table in self._tables))
         attended = [_attend(part).reshape(len(part), -1) for part in torch.split(qkv, lengths)]
         added = self._linear(f"{name}attention.output.dense", torch.cat(attended))
         hidden = self._norm(f"{name}attention.output.LayerNorm", added + hidden)
-        inner = self._act(self._linear(f"{name}intermediate.dense", hidden))
+        first, *second = (self._linear(name + each, hidden) for each in self.config.record.up)
+        inner = self._act(first)
+        for up in second:
+            inner = inner * up
         return self._norm(f"{name}output.LayerNorm", self._linear(f"{name}output.dense", inner) + hidden)
 
-    def _joined(self, index: int) -> tuple[Tensor, Tensor]:
+    def _joined(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Returns weight and bias of queries, keys and values as one product."""
-        name = f"encoder.layer.{index}.attention.self."
-        parts = [f"{name}{each}" for each in ("query", "key", "value")]
+        record = self.config.record
+        parts = [f"encoder.layer.{index}.attention.self.{each}" for each in record.qkv]
         weight = torch.cat([self._weights[f"{part}.weight"] for part in parts])
-        return weight, torch.cat([self._weights[f"{part}.bias"] for part in parts])
+        return weight, torch.cat([self._weights[f"{part}.bias"] for part in parts]) if record.biased else None
 
     def _linear(self, name: str, rows: Tensor) -> Tensor:
-        return F.linear(rows, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])
+        return F.linear(rows, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
     def _norm(self, name: str, rows: Tensor) -> Tensor:
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return F.layer_norm(rows, (self.config.hidden_size,), weight, bias, self.config.norm_eps)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns values turned by their positions' angles, the halves of a head against each other."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def _attend(qkv: Tensor) -> Tensor:
@@ -170,6 +194,12 @@ def _pooled(hidden: Tensor, pooling: str) -> Tensor:
     if pooling == "mean":
         return hidden.mean(0)
     return hidden[-1] if pooling == "last" else hidden[0]
+
+
+def _read_gguf(path: Path, config: EncoderConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    tensors = gguf_encoder_tensors(read_gguf(path), encoder_shapes(config))
+    source = GGUFSource(path, tensors, {})
+    return {name: source.rows(name).to(dtype) for name in tensors}
 
 
 def _read(tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> dict[str, Tensor]:

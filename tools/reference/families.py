@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from farsight.engine.checkpoint.architectures import ARCHITECTURES
 from farsight.engine.checkpoint.families.encoder import ENCODERS
+from farsight.engine.checkpoint.families.gguf import GGUF_FAMILIES
 from farsight.engine.checkpoint.families.record import Evidence
 from farsight.engine.checkpoint.families.vision import VISION
+from farsight.engine.checkpoint.gguf_encoder import GGUF_ENCODERS
 
 
 def families_table() -> str:
@@ -20,8 +22,18 @@ def families_table() -> str:
     return "\n\n".join(_table(test, rows) for test, rows in found.items())
 
 
+def _gguf_names(architecture: str) -> list[str]:
+    """Returns what GGUF files call an architecture; nothing where they are not read."""
+    decoders = {
+        name: {family.architecture, *(other.architecture for other in family.others.values())}
+        for name, family in GGUF_FAMILIES.items()
+    }
+    named = decoders | {name: {encoder} for name, encoder in GGUF_ENCODERS.items()}
+    return [name for name, architectures in named.items() if architecture in architectures]
+
+
 def _table(test: str, rows: list[str]) -> str:
-    head = ["| architecture | models | compiled | compared with | on |", "|---|---|---|---|---|"]
+    head = ["| architecture | models | GGUF | compiled | compared with | on |", "|---|---|---|---|---|---|"]
     return "\n".join([f"Compared by `tests/unit/engine/{test}`:", "", *head, *rows])
 
 
@@ -29,6 +41,7 @@ def _row(name: str, evidence: Evidence, *, compiled: bool) -> str:
     cells = (
         f"`{name}`",
         evidence.models,
+        ", ".join(f"`{each}`" for each in _gguf_names(name)),
         "yes" if compiled else "no",
         evidence.reference if evidence.verified else f"{evidence.reference}: unverified",
         evidence.date,

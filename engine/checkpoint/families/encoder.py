@@ -20,6 +20,11 @@ class EncoderArchitecture:
         after_padding: Positions count from behind the padding token's id, as in RoBERTa.
         classifier: How its scores are made of the first token's state: ``pooled`` goes through BERT's pooler, ``two``
             through the two layers of RoBERTa's head; empty if it makes embeddings.
+        rotary: Queries and keys are turned by position, and there is no table of positions.
+        qkv: Names of the matrices of queries, keys and values, or of a single one.
+        up: Name of the MLP's first matrix; of two, where it is gated: ``down(act(gate) * up)``.
+        biased: Whether linear layers add a bias.
+        only_gguf: It is read from GGUF files alone: published directories have other names and a program of their own.
     """
 
     defaults: Mapping[str, Any]
@@ -27,13 +32,18 @@ class EncoderArchitecture:
     evidence: Evidence
     after_padding: bool = False
     classifier: Literal["", "pooled", "two"] = ""
+    rotary: bool = False
+    qkv: tuple[str, ...] = ("query", "key", "value")
+    up: tuple[str, ...] = ("intermediate.dense",)
+    biased: bool = True
+    only_gguf: bool = False
 
 
 def _evidence(models: str) -> Evidence:
     return Evidence(models, test="encoders/test_encoders.py")
 
 
-_BERT: Mapping[str, Any] = {
+_BERT: dict[str, Any] = {
     "vocab_size": 30522,
     "hidden_size": 768,
     "num_hidden_layers": 12,
@@ -61,6 +71,16 @@ ENCODERS: Mapping[str, EncoderArchitecture] = {
     "XLMRobertaModel": EncoderArchitecture(_XLM, "roberta.", _evidence("BGE-M3, multilingual-E5"), after_padding=True),
     "XLMRobertaForSequenceClassification": EncoderArchitecture(
         _XLM, "roberta.", _evidence("BGE rerankers"), after_padding=True, classifier="two"
+    ),
+    "NomicBertModel": EncoderArchitecture(
+        _BERT | {"hidden_act": "silu", "max_position_embeddings": 2048},
+        "",
+        Evidence("nomic-embed-text v1 and v1.5, in GGUF files", test="encoders/test_gguf_encoders.py"),
+        rotary=True,
+        qkv=("qkv",),
+        up=("gate.dense", "intermediate.dense"),
+        biased=False,
+        only_gguf=True,
     ),
 }
 """Encoders by their name in ``config.json``."""

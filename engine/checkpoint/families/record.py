@@ -155,7 +155,8 @@ class Blocks:
         norm_before: Whether attention and MLP read a norm of the residual stream, or the stream itself.
         norm_after: Whether what they add goes through a norm.
         norm_bias: Whether a LayerNorm has a bias.
-        norm_offset: What is added to the stored weights of RMS norms.
+        norm_offset: What is added to the stored weights of RMS norms, which are then kept in float32; None: nothing,
+            and they are kept in the model's type.
         head_norm: RMS norm of queries and keys before they are turned: of ``each`` head with the same weight, or of
             ``all`` heads as one row.
         embedding_scale: Factor of the embeddings, rounded to the model's type.
@@ -176,7 +177,7 @@ class Blocks:
     norm_before: bool = True
     norm_after: bool = False
     norm_bias: bool = True
-    norm_offset: float = 0.0
+    norm_offset: float | None = None
     head_norm: Literal["each", "all"] | None = None
     embedding_scale: float = 1.0
     embedding_norm: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -17,31 +18,34 @@ from safetensors.torch import load_file, save_file
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Phi3ForCausalLM": "phi3",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "Olmo2ForCausalLM": "olmo2",
+    "OlmoeForCausalLM": "olmoe",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Glm4ForCausalLM": "glm4",
+    "CohereForCausalLM": "command-r",
+    "Cohere2ForCausalLM": "cohere2",
+    "GptOssForCausalLM": "gpt-oss",
 }
-WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-PARTS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-}
+PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
+"""Architectures whose queries and keys the converter orders in pairs; GLM's and Cohere's are so in transformers."""
+
+WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+            "Cohere2ForCausalLM", "GptOssForCausalLM")  # fmt: skip
+"""Classes whose window the converter writes."""
+
+MAX_LAYERS = 16
+
 SCALES_AT = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
@@ -73,30 +77,48 @@ def plain_rows(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return tensor.reshape(heads, len(tensor) // heads // 2, 2, -1).swapaxes(1, 2).reshape(tensor.shape)
 
 
-def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of all experts of a layer as one."""
+def converted(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as the converter cuts and joins them: one for the gates of all experts of a layer, and so on."""
     experts: dict[str, dict[int, torch.Tensor]] = {}
-    whole = {}
+    whole: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        found = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)(\..*)", name)
-        if found is None:
-            whole[name] = tensor
-        else:
+        layer, _, part = name.rpartition(".mlp.experts.")
+        if found := re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)(\..*)", name):
             experts.setdefault(found[1] + found[3], {})[int(found[2])] = tensor
+        elif found := re.fullmatch(r"model\.(.*)\.block_sparse_moe\.experts\.(\d+)\.(.*)", name):
+            experts.setdefault(f"{found[1]}.feed_forward.experts.{found[3]}", {})[int(found[2])] = tensor
+        elif name.endswith("block_sparse_moe.input_linear.weight"):  # Granite's
+            layer = name.removesuffix(".block_sparse_moe.input_linear.weight")
+            gate, up = tensor.chunk(2, 1)
+            whole |= {f"{layer}.mlp.experts.gate_proj.weight": gate, f"{layer}.mlp.experts.up_proj.weight": up}
+        elif part.startswith(("gate_up_proj", "down_proj")):  # those of gpt-oss
+            held = tensor if part.endswith("_bias") else tensor.transpose(1, 2)
+            end = "bias" if part.endswith("_bias") else "weight"
+            names = ("gate_proj", "up_proj") if part.startswith("gate_up") else ("down_proj",)
+            whole |= {f"{layer}.mlp.experts.{each}.{end}": held[:, i :: len(names)] for i, each in enumerate(names)}
+        elif name.endswith("sinks"):
+            whole[f"{name}.weight"] = tensor
+        else:
+            whole[name] = tensor
     return whole | {name: torch.stack([each[i] for i in sorted(each)]) for name, each in experts.items()}
 
 
-def gguf_name(name: str) -> str:
-    stem, _, end = name.rpartition(".")
-    if stem in WHOLE:
-        return f"{WHOLE[stem]}.{end}"
-    _, _, index, part = stem.split(".", 3)
-    return f"blk.{index}.{PARTS[part]}.{end}"
+@functools.cache
+def _name_map(architecture: str) -> gguf.TensorNameMap:
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(number, MAX_LAYERS)
+
+
+def gguf_name(name: str, architecture: str) -> str:
+    """llama.cpp's name of a tensor of transformers."""
+    found = _name_map(architecture).get_name(name, (".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def heads_of(name: str, config: Mapping[str, Any]) -> int:
     """Heads whose rows the converter turns; 0 for other tensors."""
-    if ARCHITECTURES[config["architectures"][0]] != "llama":
+    if ARCHITECTURES[config["architectures"][0]] not in PERMUTED:
         return 0
     heads = config["num_attention_heads"]
     return heads if ".q_proj." in name else config["num_key_value_heads"] if ".k_proj." in name else 0
@@ -111,6 +133,7 @@ def write_gguf(
     vectors: Mapping[str, np.ndarray] | None = None,
     numbers: Mapping[str, int] | None = None,
     merges: Sequence[str] = (),
+    architecture: str = "",
 ) -> Path:
     """The model of a directory as a GGUF file.
 
@@ -120,22 +143,26 @@ def write_gguf(
         vectors: Further tensors in float32, by their names in the file.
         numbers: Further metadata.
         merges: For a tokenizer that has none; llama.cpp reads no vocabulary without one.
+        architecture: Another ``general.architecture`` than that of the class.
     """
     config = json.loads((model_dir / "config.json").read_text())
-    writer = gguf.GGUFWriter(str(out), ARCHITECTURES[config["architectures"][0]])
+    architecture = architecture or ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(str(out), architecture)
     _write_config(writer, config)
     write_tokenizer(writer, model_dir, merges=merges)
     for name, vector in (vectors or {}).items():
         writer.add_tensor(name, vector.astype(np.float32))
     for name, number in (numbers or {}).items():
         writer.add_uint32(name, number)
-    for number, (name, tensor) in enumerate(sorted(stacked(load_file(model_dir / "model.safetensors")).items())):
+    for number, (name, tensor) in enumerate(sorted(converted(load_file(model_dir / "model.safetensors")).items())):
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         own = next((each for part, each in (kinds or {}).items() if part in name), kind)
         heads = heads_of(name, config)
         values = rotated_rows(tensor, heads) if heads else tensor
-        _write_tensor(writer, gguf_name(name), values.float().numpy(), own, number)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        _write_tensor(writer, gguf_name(name, architecture), values.float().contiguous().numpy(), own, number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -144,7 +171,7 @@ def write_gguf(
 
 
 def _write_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str, seed: int) -> None:
-    if values.ndim == 1 or kind == "F32":
+    if values.ndim == 1 or kind == "F32" or name.endswith(".bias"):
         writer.add_tensor(name, values)
         return
     quantization = gguf.GGMLQuantizationType[kind]
@@ -158,7 +185,7 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: 
 def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config["rope_parameters"]
+    rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -169,16 +196,46 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
     if "num_experts_per_tok" in config:
         writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    for field, add in (
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("logit_scale", writer.add_logit_scale),
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+    ):
+        if config.get(field) is not None:
+            add(config[field])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
-    if config["architectures"][0] in ("MistralForCausalLM", "Phi3ForCausalLM") and config["sliding_window"]:
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    _write_own(writer, config)
+
+
+def _write_own(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """What some architectures have alone."""
+    name = config["architectures"][0]
+    if name in WINDOWED and config["sliding_window"]:
         writer.add_sliding_window(config["sliding_window"])
+    if name == "Gemma3ForCausalLM":
+        writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if name == "GptOssForCausalLM":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, model_dir: Path, pre: str = "gpt-2", merges: Sequence[str] = ()) -> None:
@@ -215,7 +272,7 @@ def dequantized(path: Path, model_dir: Path, out: Path) -> Path:
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     tensors = {}
     for name, tensor in load_file(model_dir / "model.safetensors").items():
-        found = stored.get(gguf_name(name))
+        found = stored.get(gguf_name(name, ARCHITECTURES[config["architectures"][0]]))
         if found is None:
             continue
         values = torch.from_numpy(gguf.quants.dequantize(found.data, found.tensor_type).copy()).reshape(tensor.shape)

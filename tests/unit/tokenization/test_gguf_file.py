@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from farsight.tokenization.gguf_file import BLOCKS, MAX_ELEMENTS, GGUFError, is_gguf, read_gguf
+from farsight.tokenization.gguf_file import BLOCKS, MAX_ELEMENTS, GGUFError, gguf_architecture, is_gguf, read_gguf
 from tests.unit.tokenization.gguf_hostile import ARRAY, STRING, UINT32, array, entry, tensor, text, write
 
 MUCH = 1 << 60
@@ -62,6 +62,14 @@ def test_what_the_package_writes_is_read(good):
     for number, (name, block, num_bytes) in BLOCKS.items():
         kind = gguf.GGMLQuantizationType(number)
         assert (kind.name, gguf.GGML_QUANT_SIZES[kind]) == (name, (block, num_bytes))
+
+
+def test_the_architecture_is_read_before_the_rest(good, tmp_path):
+    assert gguf_architecture(good) == "llama"
+    cut = write(tmp_path / "cut.gguf", [entry("general.architecture", STRING, text("bert"))], num_entries=60_000)
+    assert gguf_architecture(cut) == "bert"
+    nothing = write(tmp_path / "nothing.gguf", [entry("k", UINT32, struct.pack("<I", 1))])
+    assert gguf_architecture(nothing) is None
 
 
 def test_every_truncation_is_refused(good, tmp_path):

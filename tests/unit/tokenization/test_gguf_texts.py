@@ -160,6 +160,42 @@ def test_byte_level_tokenizers(pre, bos, tmp_path):
     assert_same(load_tokenizer(path), theirs)
 
 
+PLAIN = [
+    "hello world", " Hello  World ", "naïve café 日本語 🙂", "12345 + 67 = ?", "if (x != 0) {\n\treturn y;\n}\n",
+    "I'll we're THEY'VE don't", "camelCaseWord HTTPServer", "    four\n        eight\n\n\n", "3.14159 1,000",
+]  # fmt: skip
+"""Texts in which llama.cpp is expected to follow the models' own tokenizers."""
+
+
+def llama_cpp_ids(path: Path, text: str) -> list[int]:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is no dependency")
+    settings = llama_cpp.llama_model_default_params()
+    settings.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
+    data = text.encode()
+    found = (llama_cpp.llama_token * (len(data) + 8))()
+    vocabulary = llama_cpp.llama_model_get_vocab(model)
+    count = llama_cpp.llama_tokenize(vocabulary, data, len(data), found, len(found), False, False)
+    llama_cpp.llama_model_free(model)
+    return list(found[:count])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("pre", ["gpt-2", "refact", "command-r", "llama-bpe", "glm4", "qwen2", "tekken", "llama"])
+def test_ids_are_those_of_llama_cpp(pre, tmp_path):
+    """Both read one file."""
+    if pre == "llama":
+        tokens = [each for each in scored(space=False)[1] if "\0" not in each[0]]  # where llama.cpp's would end
+        path = save_scored(tmp_path, tokens, space=False)
+    else:
+        alike = {"refact": "smollm", "command-r": "smollm", "glm4": "llama-bpe"}.get(pre, pre)
+        roles: dict[str, Any] = {"eos": "<|im_end|>", "bos": "<s>"}
+        path = save(tmp_path, byte_level(alike, bos=False), pre, **roles)
+    ours = load_tokenizer(path)
+    for text in PLAIN + CORPUS:
+        assert ours.encode(text, add_special_tokens=False).ids == llama_cpp_ids(path, text), text
+
+
 def test_pre_tokenizers_differ():
     """So that the test above tells one from another."""
     texts = odd_texts()
@@ -268,15 +304,33 @@ def with_metadata(**changes: Any) -> GGUFFile:
 
 
 def test_every_control_token_that_ends_a_turn_ends_an_output():
-    """A file names one; those that are no control tokens are text."""
+    """A file names one; those that are no control tokens are text. ``<|end|>`` ends a message of gpt-oss alone."""
     assert gguf_end_ids(with_metadata()) == (3, 5)
     assert gguf_end_ids(with_metadata(ggml__eot_token_id=4)) == (3, 4, 5)
+    tokens = ["a", "<|end|>", "<|return|>", "<|call|>", "b", "</s>"]
+    kinds = np.array([1, 3, 3, 3, 1, 1])
+    harmony = {"ggml__token_type": kinds, "ggml__eos_token_id": 2}
+    assert gguf_end_ids(with_metadata(ggml__tokens=tokens, **harmony)) == (2, 3)
+    tokens[3] = "<|called|>"
+    assert gguf_end_ids(with_metadata(ggml__tokens=tokens, **harmony)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("pre", "like"),
+    [("refact", "smollm"), ("starcoder", "smollm"), ("command-r", "smollm"), ("glm4", "dbrx"), ("chatglm-bpe", "dbrx")],
+)
+def test_names_of_the_same_splitting(pre, like):
+    """Granite, StarCoder, Command R and GLM have them; Command R's tokenizer composes characters too."""
+    ours, known = (gguf_tokenizer(with_metadata(ggml__pre=each)) for each in (pre, like))
+    assert ours.pre_tokenizer.__getstate__() == known.pre_tokenizer.__getstate__()
+    assert (ours.normalizer is not None) == (pre == "command-r")
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"ggml__model": "bert"}, "ggml.model: got 'bert'.*behind"),
+        ({"ggml__model": "t5"}, "ggml.model: got 't5'.*behind"),
+        ({"ggml__model": "bert"}, "token_id.*UNK"),
         ({"ggml__model": None}, "ggml.model"),
         ({"ggml__pre": "chameleon"}, "ggml.pre: got 'chameleon', expected one of .*qwen2"),
         ({"ggml__pre": None}, "ggml.pre: got None"),

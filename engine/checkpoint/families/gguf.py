@@ -1,0 +1,143 @@
+"""How GGUF files hold the families of models, by ``general.architecture``, as llama.cpp's converter writes them.
+
+What a family computes is in its own record (``ARCHITECTURES``); here is what its files call things, and what they leave
+out. Norms that a family adds something to are stored with the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from farsight.engine.checkpoint.families.record import TensorNames
+
+GGUF_NAMES = TensorNames(
+    embedding="token_embd",
+    layers="blk",
+    norm="output_norm",
+    lm_head="output",
+    input_norm="attn_norm",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
+    out="attn_output",
+    after_attention="post_attention_norm",
+    post_norm="ffn_norm",
+    up=("ffn_gate", "ffn_up"),
+    down="ffn_down",
+    after_mlp="post_ffw_norm",
+    router="ffn_gate_inp",
+    expert_up=("ffn_gate_exps", "ffn_up_exps"),
+    expert_down="ffn_down_exps",
+    sinks="attn_sinks.weight",
+    shared_up=("ffn_gate_shexp", "ffn_up_shexp"),
+    shared_down="ffn_down_shexp",
+    shared_gate="ffn_gate_inp_shexp",
+    ignored=("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
+)
+"""The file's names of the tensors of a layer and of the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFamily:
+    """One ``general.architecture``. Keys of metadata are without its name.
+
+    Attributes:
+        architecture: A key of ``ARCHITECTURES``.
+        others: Records of the files that have such a key with a value above 0; of several the last.
+        names: The file's names of its tensors.
+        neighbours: Whether values of queries and keys that are turned together lie beside each other.
+        sizes: Integers, by the names of a ``config.json``: their keys.
+        numbers: Likewise; where a number of ``optional`` is missing or 0, the family's default holds.
+        fixed: Fields of a ``config.json`` that no file has, and whose default is another.
+        only: What is computed where a file has such a key.
+        full_every: The last of so many layers attends to all tokens, the others to a window; 0: a window is that of all
+            layers; None: there are none.
+        scaled_by_width: Layers of the one model of the family whose attention is scaled by ``hidden_size`` over the
+            number of heads, and not by ``head_dim``: no file says it.
+        yarn_truncates: Whether the ends of yarn's ramp are whole numbers of frequencies.
+    """
+
+    architecture: str
+    others: Mapping[str, GGUFFamily] = field(default_factory=dict)
+    names: TensorNames = GGUF_NAMES
+    neighbours: bool = False
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    only: Mapping[str, object] = field(default_factory=dict)
+    full_every: int | None = None
+    scaled_by_width: int = 0
+    yarn_truncates: bool = True
+
+
+_QWEN_EXPERTS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+_LOCAL_EXPERTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_GATE_AND_UP = replace(GGUF_NAMES, up=("ffn_up",))
+_SOFT_CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_MISTRAL = GGUFFamily("MistralForCausalLM", neighbours=True, full_every=0)
+_MIXTRAL = replace(_MISTRAL, architecture="MixtralForCausalLM", sizes=_LOCAL_EXPERTS)
+_GRANITE = GGUFFamily(
+    "GraniteForCausalLM",
+    neighbours=True,
+    numbers={"attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"},
+    optional={"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"},
+    only={"rope.scaling.finetuned": True},  # without it llama.cpp turns nothing
+)
+_COHERE = GGUFFamily("CohereForCausalLM", neighbours=True, numbers={"logit_scale": "logit_scale"})
+
+GGUF_FAMILIES: Mapping[str, GGUFFamily] = {
+    "llama": GGUFFamily(
+        "LlamaForCausalLM",
+        neighbours=True,
+        others={"attention.sliding_window": _MISTRAL, "expert_count": _MIXTRAL},
+    ),
+    "mistral3": replace(_MISTRAL, only={"attention.temperature_scale": 0.0, "rope.scaling.yarn_log_multiplier": 0.0}),
+    "qwen2": GGUFFamily("Qwen2ForCausalLM"),
+    "qwen2moe": GGUFFamily(
+        "Qwen2MoeForCausalLM",
+        sizes=_QWEN_EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+    ),
+    "qwen3": GGUFFamily("Qwen3ForCausalLM"),
+    "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", sizes=_QWEN_EXPERTS, fixed={"norm_topk_prob": True}),
+    "phi3": GGUFFamily("Phi3ForCausalLM", names=replace(_GATE_AND_UP, qkv=("attn_qkv",)), full_every=0),
+    "gemma": GGUFFamily("GemmaForCausalLM"),
+    "gemma2": GGUFFamily("Gemma2ForCausalLM", optional=_SOFT_CAPS, full_every=2, scaled_by_width=46),
+    "gemma3": GGUFFamily(
+        "Gemma3ForCausalLM",
+        optional=_SOFT_CAPS | {"rope_local_base_freq": "rope.freq_base_swa"},
+        full_every=6,
+        scaled_by_width=62,
+    ),
+    "granite": _GRANITE,
+    "granitemoe": replace(
+        _GRANITE,
+        architecture="GraniteMoeForCausalLM",
+        sizes=_LOCAL_EXPERTS,
+        only={**_GRANITE.only, "expert_shared_feed_forward_length": 0},
+    ),
+    "olmo2": GGUFFamily("Olmo2ForCausalLM", only={"attention.sliding_window": 0}),  # OLMo 3 has one
+    "olmoe": GGUFFamily(
+        "OlmoeForCausalLM", sizes={"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+    ),
+    "smollm3": GGUFFamily("SmolLM3ForCausalLM", neighbours=True),
+    "glm4": GGUFFamily("Glm4ForCausalLM", names=_GATE_AND_UP, neighbours=True),
+    "command-r": _COHERE,
+    "cohere2": replace(_COHERE, architecture="Cohere2ForCausalLM", full_every=4),
+    "gpt-oss": GGUFFamily(
+        "GptOssForCausalLM",
+        names=replace(GGUF_NAMES, post_norm="post_attention_norm"),
+        sizes=_LOCAL_EXPERTS | {"intermediate_size": "expert_feed_forward_length"},
+        full_every=2,
+        yarn_truncates=False,
+    ),
+}
+"""llama.cpp writes Mistral's models as llama's."""
