@@ -142,6 +142,10 @@ def serve(
     log_format: Annotated[
         str | None, typer.Option(help="Lines of the log: text, or json (an object a line); default: text.")
     ] = None,
+    log_level: Annotated[
+        str | None,
+        typer.Option(help="Least level of its lines: warning, info or debug (what a start costs); default: warning."),
+    ] = None,
     access_log: Annotated[
         bool | None, typer.Option("--access-log", help="A line for each request, with the id of its answer.")
     ] = None,
@@ -202,6 +206,7 @@ def serve(
             "proxy": proxy,
             "drain_s": drain_s,
             "log_format": log_format,
+            "log_level": log_level,
             "access_log": access_log,
         },
         "access": {

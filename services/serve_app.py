@@ -55,7 +55,7 @@ def app(args: dict[str, Any]) -> Any:
     running = running_site(site.namespace)
     if running is not None:
         check_unchanged(running, site)
-    start_components(site)
+    start_components(site).supervised(None)
     return ingress_app(site, config.server.ingress_replicas or default_ingress_replicas())
 
 

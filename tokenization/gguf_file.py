@@ -5,6 +5,7 @@ The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md,
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import stat
@@ -211,7 +212,22 @@ class _Cursor:
     def _strings(self, key: str, length: int) -> list[str]:
         if 8 * length > self._size - self._at:
             raise self._error(key, f"{length} strings", f"at most what {self._size - self._at} bytes hold")
-        return [self._string(key, MAX_STRING) for _ in range(length)]
+        found: list[str] = []
+        # A vocabulary has hundreds of thousands of strings, and each process of a start reads it: this loop takes a
+        # quarter of the time of ``_string``, and leaves to it what is not as it should be.
+        length_at, data, at, end = struct.Struct("<Q").unpack_from, self._data, self._at, min(self._size, MAX_HEADER)
+        with contextlib.suppress(UnicodeDecodeError):
+            while len(found) < length and at + 8 <= end:
+                begin = at + 8
+                stop = begin + length_at(data, at)[0]
+                if stop > end or stop - begin > MAX_STRING:
+                    break
+                found.append(str(data[begin:stop], "utf-8"))
+                at = stop
+        self._at = at
+        while len(found) < length:
+            found.append(self._string(key, MAX_STRING))
+        return found
 
     def _numbers(self, key: str, kind: int, length: int) -> np.ndarray[Any, Any]:
         if kind not in _NUMBERS:

@@ -43,7 +43,7 @@ class ComponentHost(HostCalls):
     """
 
     def __init__(self, host: str, site: Site, restarts: int, last_end: str = "") -> None:
-        send_log_lines(host, site.config.server.log_format)
+        send_log_lines(host, site.config.server.log_format, site.config.server.log_level)
         self._host = host
         self._site = site
         self._last_end = last_end

@@ -74,7 +74,7 @@ class LineHandler(logging.Handler):
     """
 
     def __init__(self, process: str, log_format: str, directory: Path | None) -> None:
-        super().__init__(logging.INFO)
+        super().__init__()
         self._process = process
         self._format = FORMATS[log_format]
         self._path = None if directory is None else str(directory / SOCKET_NAME)
@@ -104,17 +104,20 @@ class LineHandler(logging.Handler):
         super().close()
 
 
-def send_log_lines(process: str, log_format: str) -> None:
-    """Makes Farsight's loggers of this process send their lines; replaces an earlier setting."""
+def send_log_lines(process: str, log_format: str, log_level: str = "warning") -> None:
+    """Makes Farsight's loggers of this process send their lines from a level on; replaces an earlier setting."""
     send_no_log_lines()
     directory = os.environ.get(RUN_DIR_VARIABLE)
     handler = LineHandler(process, log_format, Path(directory) if directory else None)
-    logging.getLogger(OURS).addHandler(handler)
+    logger = logging.getLogger(OURS)
+    logger.addHandler(handler)
+    logger.setLevel(log_level.upper())
 
 
 def send_no_log_lines() -> None:
     """Undoes ``send_log_lines``."""
     logger = logging.getLogger(OURS)
+    logger.setLevel(logging.NOTSET)
     for handler in [each for each in logger.handlers if isinstance(each, LineHandler)]:
         logger.removeHandler(handler)
         handler.close()

@@ -210,7 +210,7 @@ class ModelWorker(Component, WorkerCalls):
 
     @property
     def preparing(self) -> str:
-        return "compiling kernels for this processor (once)" if is_compiling() else ""
+        return "compiling kernels for this processor, once" if is_compiling() else ""
 
     @property
     def work_done(self) -> Mapping[str, float]:

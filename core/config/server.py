@@ -14,6 +14,7 @@ from farsight.core.errors import require
 
 PROXIES = ("auto", "serve", "haproxy")
 LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("warning", "info", "debug")
 PREFIX_SHARING = ("auto", "all", "tenant", "key")
 _POSITIVE = (
     *("head_timeout_s", "body_timeout_s", "idle_timeout_s", "write_timeout_s"),
@@ -73,6 +74,8 @@ class ServerConfig:
         max_stream_bytes: The same for all tenants together.
         log_format: How the log's lines are written: ``text`` for readers, or ``json``, an object a line. No line
             holds a prompt or an answer.
+        log_level: Least level of the lines: ``warning``, ``info`` or ``debug``, with which a start also says how many
+            processor seconds each of its stages took, and of which processes.
         access_log: Whether each HTTP request that reaches the application gets a line, with the id of its answer.
     """
 
@@ -98,6 +101,7 @@ class ServerConfig:
     max_stream_bytes_per_tenant: int = 64 * 1024 * 1024
     max_stream_bytes: int = 256 * 1024 * 1024
     log_format: str = "text"
+    log_level: str = "warning"
     access_log: bool = False
 
     def __post_init__(self) -> None:
@@ -106,6 +110,7 @@ class ServerConfig:
         require(sharing in PREFIX_SHARING, "server.prefix_sharing", sharing, f"one of {', '.join(PREFIX_SHARING)}")
         formats = f"one of {', '.join(LOG_FORMATS)}"
         require(self.log_format in LOG_FORMATS, "server.log_format", self.log_format, formats)
+        require(self.log_level in LOG_LEVELS, "server.log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
         require(self.proxy in PROXIES, "server.proxy", self.proxy, f"one of {', '.join(PROXIES)}")
         require(self.ingress_replicas >= 0, "server.ingress_replicas", self.ingress_replicas, "an integer >= 0")
         for name in _AT_LEAST_1:

@@ -1,7 +1,8 @@
 """Builds and loads the compiled step.
 
 It is compiled for the processor it runs on, so it cannot travel in a wheel: the first process that needs it builds
-it, in half a minute, and keeps it in the user's cache directory under a name made of everything it depends on.
+it and keeps it in the user's cache directory, under a name made of everything it depends on. Its parts are compiled
+side by side.
 """
 
 from __future__ import annotations
@@ -14,17 +15,32 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 
 from farsight.core.errors import FarsightError
+from farsight.core.processors import usable_processors
 from farsight.engine.checkpoint.catalogue import cache_dir
 
 _HERE = Path(__file__).parent
-_SOURCE = _HERE / "step.cpp"
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"]
 COMPILE_FLAGS += ["-fno-strict-aliasing", "-pthread"]
 _BUILD_TIMEOUT_S = 300
+
+PARTS: tuple[tuple[str, ...], ...] = (
+    ("quantized_linear.cpp",),
+    ("step.cpp",),
+    ("attention.cpp", "-DFARSIGHT_KV=PlainKv<Bf16>"),
+    ("attention.cpp", "-DFARSIGHT_KV=PlainKv<F32>"),
+    ("attention.cpp", "-DFARSIGHT_KV=Int8Kv"),
+    ("dense.cpp",),
+    ("sampler.cpp",),
+)
+"""Source and own flags of each part; the parts that take longest to compile come first."""
+
+NO_COMPILER = "no C++ compiler (c++, g++ or clang++); install one, such as g++, and start again"
 
 _compiling = threading.Event()
 
@@ -42,7 +58,7 @@ def load_library() -> ctypes.CDLL:
     """
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise NativeUnavailable("no C++ compiler (c++, g++ or clang++)")
+        raise NativeUnavailable(NO_COMPILER)
     path = cache_dir() / f"step-{_fingerprint(compiler)}.so"
     if not path.exists():
         _compiling.set()
@@ -64,9 +80,9 @@ def is_compiling() -> bool:
 def _fingerprint(compiler: str) -> str:
     """Hash of the sources, the compiler and the processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    parts = [version, " ".join(COMPILE_FLAGS).encode(), _processor().encode()]
-    parts += [path.read_bytes() for path in sorted([*_HERE.glob("*.h"), _SOURCE])]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    texts = [version, repr((COMPILE_FLAGS, PARTS)).encode(), _processor().encode()]
+    texts += [path.read_bytes() for path in sorted([*_HERE.glob("*.h"), *_HERE.glob("*.cpp")])]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
 def _processor() -> str:
@@ -93,8 +109,22 @@ def _build(compiler: str, path: Path) -> None:
 
 
 def _compile(compiler: str, built: Path) -> str | None:
-    """Why the compiler failed; empty if it did not."""
-    command = [compiler, *COMPILE_FLAGS, "-shared", "-fPIC", str(_SOURCE), "-o", str(built)]
+    """Compiles the parts and links them; returns why the compiler failed, or None if it did not."""
+    objects = [built.with_name(f"{number}.o") for number in range(len(PARTS))]
+    with ThreadPoolExecutor(usable_processors()) as pool:
+        jobs = [
+            pool.submit(_run, [compiler, *COMPILE_FLAGS, *own, "-fPIC", "-c", str(_HERE / source), "-o", str(to)])
+            for (source, *own), to in zip(PARTS, objects, strict=True)
+        ]
+        for job in as_completed(jobs):
+            if (error := job.result()) is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+                return error
+    return _run([compiler, *COMPILE_FLAGS, "-shared", *map(str, objects), "-o", str(built)])
+
+
+def _run(command: Sequence[str]) -> str | None:
+    """Runs the compiler; returns why it failed, or None if it did not."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 // What a matrix product is to a step: y = x W^T + bias, whatever the format of the weights.
 //
-// A format derives from Linear in a header of its own (dense.h: weights in the model's type). It says how an input row
+// A format derives from Linear in a file of its own (dense.cpp: weights in the model's type). It says how an input row
 // is rounded and laid out, and computes panels of outputs; `apply` shares the panels among the threads.
 //
 // Each output is one chain of roundings that depends on its own row alone: not on the rows that are computed with it,

@@ -6,11 +6,10 @@
 #include <vector>
 
 #include "attention.h"
-#include "dense.h"
 #include "experts.h"
 #include "interface.h"
 #include "linear.h"
-#include "quantized_linear.h"
+#include "parts.h"
 #include "team.h"
 
 namespace farsight {
@@ -49,10 +48,7 @@ struct Model {
 
 inline std::unique_ptr<Linear> make_linear(const FsConfig& config, const FsLinear& from) {
   if (!from.n) return nullptr;
-  if (from.num_parts) return std::make_unique<QuantizedLinear>(from.parts, from.num_parts, from.bias);
-  if (config.bf16)
-    return std::make_unique<DenseLinear<Bf16>>(static_cast<const uint16_t*>(from.weight), from.bias, from.n, from.k);
-  return std::make_unique<DenseLinear<F32>>(static_cast<const float*>(from.weight), from.bias, from.n, from.k);
+  return from.num_parts ? make_quantized(from) : make_dense(config.bf16, from);
 }
 
 inline std::unique_ptr<Experts> make_experts(const FsConfig& config, const FsExperts& from) {

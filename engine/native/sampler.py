@@ -1,4 +1,4 @@
-"""Chooses tokens by the compiled step's library, on the threads of a model; see ``sampler.h``."""
+"""Chooses tokens by the compiled step's library, on the threads of a model; see ``sampler.cpp``."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@
 #include "kv_plain.h"
 #include "model.h"
 #include "rows.h"
-#include "sampler.h"
 
 using namespace farsight;
 

@@ -215,7 +215,11 @@ def make_backend(
     if name == "native":
         raise ConfigError("engine.backend", name, f"auto or torch ({problem})")
     _refuse_int8(pool, problem)
-    logger.warning("steps are computed by torch operations, several times slower than compiled: %s", problem)
+    logger.warning(
+        "steps are computed by torch operations: several times slower than compiled, without speculation and keys and "
+        "values in 8 bits, and what else is computed may change a request's tokens (%s)",
+        problem,
+    )
     return TorchBackend(config, weights, pool, max_len)
 
 

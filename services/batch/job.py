@@ -15,7 +15,7 @@ import psutil
 import ray
 import typer
 import uvloop
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from farsight.actors.runtime.hosts import create_host
 from farsight.actors.runtime.names import SUPERVISOR, host_of
@@ -115,7 +115,7 @@ async def open_backend(
         raise ServiceFailed(f"the job cannot connect to its own cluster: {error}") from error
     try:
         holder = asyncio.create_task(_hold(create_host(host_of(SUPERVISOR, site.placement), site, 0)))
-        await _start(site, stages)
+        await asyncio.to_thread(start_components(site).wait, stages)
         client = await open_client(site)
         try:
             encoder = PromptEncoder(Path(site.model_dir), site.config.model)
@@ -135,15 +135,6 @@ async def _hold(host: Any) -> None:
     """
     with contextlib.suppress(RayError):
         await host.ended.remote()
-
-
-async def _start(site: Site, stages: Stages) -> None:
-    try:
-        with stages.stage("Supervisor", lambda: "its process"):
-            starting = start_components(site)
-    except RayActorError as error:
-        raise ServiceFailed(f"the supervisor died while it started: {error}") from error
-    await asyncio.to_thread(starting.wait, stages)
 
 
 def _cluster_address() -> str | None:

@@ -1,4 +1,4 @@
-"""The Ray Serve deployment that speaks HTTP. Imports no torch: this process only parses, tokenises and streams."""
+"""The process that speaks HTTP. Imports no torch: this process only parses, tokenises and streams."""
 
 from __future__ import annotations
 
@@ -49,6 +49,9 @@ from farsight.services.proxy.timed_http import ConnectionLimits
 from farsight.services.run_file import ADMIN_TOKEN_VARIABLE
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.types import Receive, Scope, Send
+
     from farsight.services.api.tracing.exporter import SpanExporter
 
 QUIET_REQUESTS = 32
@@ -73,12 +76,14 @@ class Ingress:
     """
 
     def __init__(self, site: Site, scales_ingress: bool) -> None:
-        send_log_lines(f"ingress-{os.getpid()}", site.config.server.log_format)
+        server = site.config.server
+        send_log_lines(f"ingress-{os.getpid()}", server.log_format, server.log_level)
         self._site = site
         self._encoder = PromptEncoder(Path(site.model_dir), site.config.model)
         self._administration = Administration(os.environ.get(ADMIN_TOKEN_VARIABLE, ""), scales_ingress)
 
-    async def __serve_build_asgi_app__(self) -> Any:
+    async def build(self) -> Any:
+        """Returns the application, once a replica is up."""
         from ray import serve
         from ray.serve._private import replica
 
@@ -157,7 +162,17 @@ class Ingress:
         """Runs the lines of batches on an application that asks for no key: each line belongs to its batch's tenant."""
         server = self._site.config.server
         metered = MeteredGenerator(client, access, shares_prefixes=shares)
-        app = build_app(metered, self._encoder, server.max_body_bytes, workers=workers)
+        built: list[FastAPI] = []
+        building = asyncio.Lock()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            """Builds the application for the first line, beside the streams: most services run no batch."""
+            async with building:
+                if not built:
+                    build = functools.partial(build_app, workers=workers)
+                    built.append(await asyncio.to_thread(build, metered, self._encoder, server.max_body_bytes))
+            await built[0](scope, receive, send)
+
         forecast_lines = line_forecasts(client, self._encoder)
         place = RunningPlace(
             app, access.caller_of, client.first_check.free_places, server.max_body_bytes, forecast_lines

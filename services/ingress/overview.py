@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import os
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import aiohttp
-import psutil
 from ray.exceptions import RayTaskError
 
 from farsight.actors.calls.failures import RemoteError
 from farsight.actors.runtime.component import kind_of
 from farsight.actors.runtime.names import (
-    RUN_DIR_VARIABLE,
     SUPERVISOR,
     by_host,
     initial_counts,
@@ -33,65 +30,16 @@ from farsight.core.messages.kv import KVUsage
 from farsight.core.messages.live import LeftWaiting, LiveQuery, LiveView
 from farsight.core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
 from farsight.core.messages.series import NamesQuery, RecentDecisions
-from farsight.core.messages.status import ComponentRows, ComponentStatus, ProcessUse, StatusReply
+from farsight.core.messages.status import ComponentRows, ComponentStatus, StatusReply
 from farsight.kvcache.cache_journal import total_usage
 from farsight.policies.fleet.queue_delay import queue_delay_s
 from farsight.services.api.pages.live import Recent
 from farsight.services.api.pages.metrics_page import merge_expositions
 from farsight.services.ingress.explanations import Explanations
+from farsight.services.process_use import processes_here
 
 if TYPE_CHECKING:
     from farsight.services.ingress.engine_client import EngineClient
-
-_COMMANDS = ("template_process", "body_workers", "what_if_process", "raylet", "gcs_server", "haproxy")
-_RAY = {"dashboard.py": "dashboard", "agent.py": "agent", "main.py": "runtime-env agent"}
-
-
-def processes_here() -> tuple[ProcessUse, ...]:
-    """Returns every process of the service on this node, Ray's and HAProxy among them; none outside a Ray cluster.
-
-    Memory is proportional (PSS): shared memory is divided among its processes, so that a sum is right. The call takes a
-    few milliseconds for each process.
-    """
-    return tuple(_use(process, name) for process, name in _family())
-
-
-def _family() -> Iterator[tuple[psutil.Process, str]]:
-    """Yields the raylet above this process and all its descendants; under ``farsight serve``, that command's instead.
-
-    That command is the parent of the raylet and of the GCS. A raylet of another node, or of ``ray start``, has none.
-    """
-    for ancestor in psutil.Process().parents():
-        if ancestor.name() == "raylet":
-            above = ancestor.parent() if RUN_DIR_VARIABLE in os.environ else None
-            is_ours = above is not None and any(child.name() == "gcs_server" for child in above.children())
-            top, name = (above, "farsight") if above is not None and is_ours else (ancestor, "")
-            yield top, name
-            yield from ((child, "") for child in top.children(recursive=True))
-
-
-def _use(process: psutil.Process, name: str) -> ProcessUse:
-    try:
-        with process.oneshot():
-            spent, memory = process.cpu_times(), process.memory_full_info()
-            return ProcessUse(process.pid, name or _name(process), spent.user + spent.system, memory.pss)
-    except psutil.Error:  # the process has just ended
-        return ProcessUse(process.pid, "ended", 0.0, 0)
-
-
-def _name(process: psutil.Process) -> str:
-    """Names a process for people, without its command line, whose arguments may be secret."""
-    words: list[str] = process.cmdline()
-    if words and words[0].startswith("ray::"):
-        return words[0].removeprefix("ray::").partition(".")[0].split(":")[0].strip()
-    ends = [word.rpartition("/")[2].rpartition("." if "services." in word else "/")[2] for word in words[:4]]
-    for end in ends:
-        if end in _COMMANDS:
-            return end
-        if end in _RAY:
-            return f"Ray {_RAY[end]}"
-    return str(process.name())
-
 
 _OPEN = {"Accept": OPEN_METRICS_TYPE}
 """OpenMetrics, so that another ingress replica sends its exemplars."""

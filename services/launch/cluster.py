@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -51,6 +52,11 @@ _LOG_LINES = 40
 _JOB_AGENT_PORT = "dashboard_agent_listen_port"
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", _JOB_AGENT_PORT, "runtime_env_agent_port")
 """Ray's names of its agents' ports."""
+
+_AGENT_COMMANDS = ("--dashboard_agent_command", "--runtime_env_agent_command")
+"""Options with which a raylet is told how to start its agents."""
+
+_IDLE_AGENT = Path(__file__).with_name("idle_agent.py")
 
 
 class ServiceFailed(FarsightError):
@@ -201,7 +207,7 @@ def _try_ray(ports: range, wait_s: float, *, dashboard: bool) -> Any:
         "RAY_agent_register_timeout_ms": str(int(1000 * max(_AGENT_WAIT_S, wait_s))),
         "RAY_gcs_server_port_wait_time_s": str(int(wait_s)),
     }
-    with few_daemons(ports), patient_with_raylet(wait_s):
+    with few_daemons(ports, agents=dashboard), patient_with_raylet(wait_s):
         return ray.init(
             address="local",
             namespace=NAMESPACE,
@@ -264,10 +270,12 @@ def _last_logs(directory: Path) -> str:
 
 
 @contextlib.contextmanager
-def few_daemons(ports: range) -> Iterator[None]:
+def few_daemons(ports: range, *, agents: bool = False) -> Iterator[None]:
     """Inside this context, ``ray.init`` skips daemons that a single machine does not need, for a faster start.
 
-    Skipped are the autoscaler, which finds more machines, and the log monitor, which prints the output of workers.
+    Skipped are the autoscaler, which finds more machines, the log monitor, which prints the output of workers, the
+    dashboard's server, for which Ray waits also where no dashboard is wanted, and two agents: one serves the dashboard,
+    its Jobs API and its metrics, the other prepares runtime environments.
     Ray's agents also get ports of this cluster alone. By default the job agent has the same port in every cluster, so
     that only the first of several clusters on one machine would accept jobs. The raylet ends if it has to wait more
     than 15 s for a port that an agent chooses, a constant of Ray 2.60 that a busy machine exceeds. ``ray.init`` tells
@@ -275,6 +283,7 @@ def few_daemons(ports: range) -> Iterator[None]:
 
     Args:
         ports: Ports of this cluster alone. The agents take the last ones; other users begin with the first.
+        agents: Whether the dashboard's server and the agents are needed, as for the Jobs API.
     """
     import ray._private.parameter
     import ray._private.services
@@ -282,21 +291,35 @@ def few_daemons(ports: range) -> Iterator[None]:
 
     parameter: Any = ray._private.parameter
     services: Any = ray._private.services
-    make_before, start_before = parameter.RayParams, services.start_ray_process
-    agents = dict(zip(_AGENT_PORTS, free_ports(reversed(ports), len(_AGENT_PORTS)), strict=True))
+    make_before, start_before, serve_before = parameter.RayParams, services.start_ray_process, services.start_api_server
+    told = dict(zip(_AGENT_PORTS, free_ports(reversed(ports), len(_AGENT_PORTS)), strict=True))
 
     def make(**settings: Any) -> Any:
-        return make_before(**settings | agents | {"no_monitor": True, "include_log_monitor": False})
+        return make_before(**settings | told | {"no_monitor": True, "include_log_monitor": False})
 
     def start(command: list[str], process_type: str, **settings: Any) -> Any:
-        told = [f"--{_JOB_AGENT_PORT}={agents[_JOB_AGENT_PORT]}"] if process_type == PROCESS_TYPE_RAYLET else []
-        return start_before([*command, *told], process_type, **settings)
+        if process_type == PROCESS_TYPE_RAYLET:
+            words = command if agents else map(_with_idle_agent, command)
+            command = [*words, f"--{_JOB_AGENT_PORT}={told[_JOB_AGENT_PORT]}"]
+        return start_before(command, process_type, **settings)
 
     parameter.RayParams, services.start_ray_process = make, start
+    if not agents:
+        services.start_api_server = lambda *asked, **settings: ("", None)  # no address, no process
     try:
         yield
     finally:
         parameter.RayParams, services.start_ray_process = make_before, start_before
+        services.start_api_server = serve_before
+
+
+def _with_idle_agent(option: str) -> str:
+    """Returns an option of a raylet, with ``idle_agent`` in place of an agent of Ray."""
+    name = option.partition("=")[0]
+    if name not in _AGENT_COMMANDS:
+        return option
+    # Isolated and without site: not even what an environment adds to every start of Python.
+    return f"{name}={subprocess.list2cmdline([sys.executable, '-I', '-S', str(_IDLE_AGENT)])}"
 
 
 def _set_environment(directory: Path, proxy: str, ports: range, server: ServerConfig | None) -> None:

@@ -36,6 +36,7 @@ from farsight.services.launch.proxy import ProxyStart, front_proxy, wait_routed
 from farsight.services.launch.signals import StopSignal, drain
 from farsight.services.launch.stages import Stages
 from farsight.services.launch.starting import LOOK_S, Example, StartingComponents, welcome
+from farsight.services.process_use import own_processes
 from farsight.services.progress import status_line
 from farsight.services.proxy.haproxy import HAProxyRunner, choose_proxy
 from farsight.services.run_file import ADMIN_TOKEN_VARIABLE, published
@@ -189,16 +190,18 @@ class Service:
 
     Args:
         site: The service to run.
+        starting: Its components.
         runner: Runs HAProxy; None where Ray Serve's own proxy is in front.
     """
 
-    def __init__(self, site: Site, runner: HAProxyRunner | None = None) -> None:
+    def __init__(self, site: Site, starting: StartingComponents, runner: HAProxyRunner | None = None) -> None:
         self._site = site
+        self._starting = starting
         self._runner = runner
         self._ingress_replicas = site.config.server.ingress_replicas or default_ingress_replicas()
 
     def start(self, stages: Stages) -> None:
-        """Starts all components; returns when the service answers requests.
+        """Starts what takes requests; returns when the service answers them.
 
         Raises:
             StartTimedOut: the patience is over.
@@ -207,9 +210,7 @@ class Service:
         from ray.exceptions import RayError
 
         try:
-            with stages.stage("Supervisor", lambda: "its process"):
-                starting = start_components(self._site)
-            starting.wait(stages, self._start_proxy)
+            self._starting.wait(stages, self._start_proxy)
             self._await_ingress(stages)
         except RayError as error:
             raise ServiceFailed(f"a component of the service ended while it started: {error}") from error
@@ -285,7 +286,7 @@ class Service:
 
 
 def start_components(site: Site) -> StartingComponents:
-    """Begins to start every component.
+    """Begins to start every component; waits for none.
 
     Raises:
         ConfigError: The cluster has too few GPUs, so that workers would wait for ever.
@@ -295,9 +296,7 @@ def start_components(site: Site) -> StartingComponents:
     from farsight.actors.runtime.hosts import create_host
 
     check_gpus(site.config, ray.cluster_resources())  # type: ignore[no-untyped-call]
-    host = create_host(host_of(SUPERVISOR, site.placement), site, 0)
-    ray.get(host.add.remote([SUPERVISOR]))
-    return StartingComponents(site, host)
+    return StartingComponents(site, create_host(host_of(SUPERVISOR, site.placement), site, 0))
 
 
 def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
@@ -310,9 +309,9 @@ def ingress_app(site: Site, replicas: int, *, scalable: bool = False) -> Any:
     """
     from ray import serve
 
-    from farsight.services.ingress.ingress import Ingress
+    from farsight.services.ingress.deployment import IngressDeployment
 
-    deployment: Any = serve.deployment(serve.ingress()(Ingress))
+    deployment: Any = serve.deployment(serve.ingress()(IngressDeployment))
     deployment = deployment.options(
         name="Ingress",
         num_replicas=replicas,
@@ -365,7 +364,8 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
         FarsightError: The configuration cannot be served, or a vital component died.
     """
     status = status_line(sys.stdout) if config.server.log_format == "text" else None
-    stages = Stages(say, config.server.start_patience_s, line=status)
+    uses = own_processes if config.server.log_level == "debug" else None
+    stages = Stages(say, config.server.start_patience_s, line=status, uses=uses)
 
     def print_log_line(line: str) -> None:
         with stages.above():
@@ -388,18 +388,22 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     if advice := numa_advice(config, len(numa_nodes())):
         say(advice)
     proxy = choose_proxy(config.server)
+    stages.say_use("Command")
     with (
         private_cluster(stop, stages=stages, proxy=proxy, server=config.server, access=site.config.access),
         printed_log_lines(Path(os.environ[RUN_DIR_VARIABLE]), print_log_line),
+        # The components begin first: this process then imports what the proxy and the ingress need while they start.
+        contextlib.nullcontext(start_components(site)) as starting,
         front_proxy(config.server, proxy, stop) as runner,
     ):
-        send_log_lines(PROCESS, config.server.log_format)
-        service = Service(site, runner)
+        send_log_lines(PROCESS, config.server.log_format, config.server.log_level)
+        service = Service(site, starting, runner)
         service.start(stages)
         stop.running()
         url = f"{'https' if config.access.tls_cert else 'http'}://{config.server.host}:{config.server.port}"
         key = " -H 'Authorization: Bearer KEY'" if config.access.key_file or os.environ.get(API_KEY_VARIABLE) else ""
         say(f"Ready after {stages.elapsed_s:.1f} s{stages.summary}.")
+        stages.say_use("Start")
         for line in welcome(url, model.name, fitting_example(config, model), key):
             say(line)
         with published(config.server.port, os.environ[ADMIN_TOKEN_VARIABLE], site.config.access.tls_cert) as run_file:

@@ -15,7 +15,7 @@ from farsight.core.errors import FarsightError
 from farsight.services.launch.signals import StopSignal
 from farsight.services.launch.stages import Stages, StartStage
 from farsight.services.launch.starting import LOOK_S
-from farsight.services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, RAY_PORT_VARIABLE, HAProxyRunner
+from farsight.services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE, HAProxyRunner
 from farsight.services.proxy.haproxy_config import IngressServer, read_liveness
 from farsight.services.proxy.ports import LOOPBACK
 
@@ -24,9 +24,6 @@ _LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 
 FIND_TIMEOUT_S = 2.0
 """For the controller to list the ingress replicas; while it is down HAProxy goes on with those it knows."""
-
-_REPLICA = "SERVE_REPLICA::"
-"""How the names of ingress replicas begin; where there are none, the controller names its own proxy."""
 
 
 @contextlib.contextmanager
@@ -64,7 +61,7 @@ def ingress_servers(directory: Path) -> list[IngressServer] | None:
         return None
     liveness = read_liveness(directory)
     found = []
-    for target in (target for group in groups for target in group.targets if target.name.startswith(_REPLICA)):
+    for target in (target for group in groups for target in group.targets):
         name = target.name.rpartition("#")[2]
         found.append(IngressServer(name, target.ip, target.port, liveness.get(name, 0)))
     return found
@@ -93,11 +90,11 @@ def wait_routed(stages: Stages, stage: StartStage, runner: HAProxyRunner | None)
 def http_options(server: ServerConfig, access: AccessConfig, proxy: str) -> dict[str, Any]:
     """The options under which Ray Serve starts its HTTP servers.
 
-    HAProxy listens on ``server.host`` and speaks TLS by itself (``services.proxy.haproxy_config``). Ray's servers
-    behind it, the ingress replicas and a proxy that gets no client, listen on the loopback interface.
+    HAProxy listens on ``server.host`` and speaks TLS by itself (``services.proxy.haproxy_config``). The ingress
+    replicas behind it listen on the loopback interface.
     """
     if proxy == "haproxy":
-        return {"host": LOOPBACK, "port": int(os.environ[RAY_PORT_VARIABLE])}
+        return {"host": LOOPBACK}
     options: dict[str, Any] = {"host": server.host, "port": server.port}
     if access.tls_cert:
         options |= {"ssl_certfile": access.tls_cert, "ssl_keyfile": access.tls_key}

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from farsight.core.errors import FarsightError
+from farsight.core.messages.status import ProcessUse
+from farsight.services.process_use import spent
 from farsight.services.progress import StatusLine
 
 SAY_EVERY_S = 10.0
@@ -18,6 +20,9 @@ REWRITE_EVERY_S = 0.5
 
 Say = Callable[[str], None]
 """Prints one line."""
+
+Uses = Callable[[], tuple[ProcessUse, ...]]
+"""Returns what every process of the start has used so far."""
 
 
 class StartTimedOut(FarsightError):
@@ -38,6 +43,8 @@ class StartStage:
         self.over = threading.Event()
         self.outcome = "started"
         """The outcome that the stage's last line reports."""
+        self.used: tuple[ProcessUse, ...] = ()
+        """What the processes had used when the stage began."""
 
 
 class Stages:
@@ -48,6 +55,7 @@ class Stages:
         patience_s: Time limit of the whole start in seconds.
         line: Shows the stage that has been open for longest, in place of a line for each; None in a pipe.
         every_s: See ``SAY_EVERY_S``.
+        uses: Makes each stage say how many processor seconds all processes took while it lasted; None for no such line.
         now: The clock, in seconds.
     """
 
@@ -58,12 +66,14 @@ class Stages:
         *,
         line: StatusLine | None = None,
         every_s: float = SAY_EVERY_S,
+        uses: Uses | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._say = say
         self._now = now
         self._line = line
         self._every_s = every_s if line is None else REWRITE_EVERY_S
+        self._uses = uses
         self._open: list[StartStage] = []
         self._took: list[str] = []
         self.patience_s = patience_s
@@ -102,6 +112,8 @@ class Stages:
     def begin(self, name: str, waits_for: Callable[[], str]) -> StartStage:
         """A stage that ``end`` or ``abandon`` ends; others may run beside it."""
         stage = StartStage(name, waits_for, self._now())
+        if self._uses is not None:
+            stage.used = self._uses()
         with self._lock:
             self._open.append(stage)
             self._rewrite()
@@ -116,6 +128,12 @@ class Stages:
             self.say(f"{stage.name}: {stage.outcome} after {took_s:.1f} s.")
         else:
             self._took.append(f"{stage.name} {took_s:.1f} s")
+        self.say_use(stage.name, stage.used)
+
+    def say_use(self, name: str, before: tuple[ProcessUse, ...] = ()) -> None:
+        """Says how many processor seconds all processes took since a reading, or in all; nothing without ``uses``."""
+        if self._uses is not None:
+            self.say(f"{name}: {spent(before, self._uses())}.")
 
     def abandon(self, stage: StartStage) -> None:
         """Stops the reports of a stage that has not ended; no effect on an ended stage."""

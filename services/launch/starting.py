@@ -38,7 +38,7 @@ _Watched = list[tuple[StartStage, Callable[[], bool]]]
 
 
 class StartingComponents:
-    """Every component of a service, about to start.
+    """The Supervisor, which begins to start here, and every component that it starts.
 
     Args:
         host: Handle of the Supervisor's host.
@@ -47,8 +47,10 @@ class StartingComponents:
     def __init__(self, site: Site, host: Any) -> None:
         self._site = site
         self._host = host
-        self._started = Asked(host, SUPERVISOR, SupervisorCalls.started)
+        self._supervisor = host.add.remote([SUPERVISOR])
+        self._started: Asked[None] | None = None
         self._seen: StartState | None = None
+        self._told = ""
 
     def wait(self, stages: Stages, start_proxy: Callable[[], ProxyStart] | None = None) -> None:
         """Waits until every component has started; reports the end of each stage.
@@ -60,8 +62,10 @@ class StartingComponents:
             StartTimedOut: The start took longer than ``server.start_patience_s``.
             FarsightError: A component cannot start; the message says why.
         """
+        supervisor = stages.begin("Supervisor", lambda: "its process")
         components = stages.begin("Components", lambda: self._awaited(computing=False))
-        watched: _Watched = [(components, lambda: self._all_up(components, computing=False))]
+        watched: _Watched = [(supervisor, lambda: self._started is not None)]
+        watched.append((components, lambda: self._all_up(components, computing=False)))
         if self._site.config.model.replicas:
             model = stages.begin("Model", self._loading)
             watched.append((model, lambda: self._all_up(model, computing=True)))
@@ -79,11 +83,32 @@ class StartingComponents:
     def _watch(self, stages: Stages, watched: _Watched) -> None:
         while watched:
             self._look()
+            self._tell(stages)
             for each in [each for each in watched if each[1]()]:
                 watched.remove(each)
                 stages.end(each[0])
             for stage, _ in watched:
                 stages.check(stage)
+
+    def _tell(self, stages: Stages) -> None:
+        """Says, once, what delays this start and no later one."""
+        preparing = "" if self._seen is None else self._seen.preparing
+        if preparing not in ("", self._told):
+            self._told = preparing
+            stages.say(f"Model: {preparing}.")
+
+    def supervised(self, wait_s: float | None) -> bool:
+        """Returns whether the Supervisor has started; waits at most this long, None for as long as it takes.
+
+        Raises:
+            FarsightError, RayError: It cannot start.
+        """
+        import ray
+
+        if self._started is None and ray.wait([self._supervisor], timeout=wait_s)[0]:
+            ray.get(self._supervisor)
+            self._started = Asked(self._host, SUPERVISOR, SupervisorCalls.started)
+        return self._started is not None
 
     def _look(self) -> None:
         """Asks the Supervisor; raises a component's own error without the chain of actors it passed through."""
@@ -91,6 +116,8 @@ class StartingComponents:
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
         try:
+            if not self.supervised(LOOK_S) or self._started is None:
+                return
             state = Asked(self._host, SUPERVISOR, SupervisorCalls.start_state)
             done, _ = ray.wait([self._started.ref], timeout=LOOK_S)
             ray.get(done)

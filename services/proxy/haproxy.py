@@ -102,9 +102,6 @@ def process_state(pid: int) -> tuple[bool, float]:
 PROXY_DIRECTORY_VARIABLE = "FARSIGHT_PROXY_DIRECTORY"
 """Environment variable with the directory of HAProxy's files, for ingress replicas; unset without own HAProxy."""
 
-RAY_PORT_VARIABLE = "FARSIGHT_RAY_PROXY_PORT"
-"""Environment variable with the port of Ray Serve's own proxy behind HAProxy, which no client is sent to."""
-
 _MAX_CONNECTIONS = 30_000
 _SPARE_FILES = 500
 """Open files of HAProxy besides connections: listeners, checks, internal files."""
@@ -142,26 +139,26 @@ def haproxy_environment(directory: Path, ports: range) -> dict[str, str]:
     """The variables that must be in the environment before Ray is imported.
 
     Ray Serve does not start HAProxy: a HAProxy of its own it looks after too slowly. It only makes each ingress replica
-    an HTTP server (direct ingress), and our runner sends clients there. Ray's own proxy, which it insists on, listens
-    on the loopback interface and gets no client.
+    an HTTP server (direct ingress), and our runner sends clients there. Ray's own proxy does not start
+    (``no_ray_proxy``).
 
     Args:
         directory: For the files of this service alone. The socket's path may have at most 97 characters.
-        ports: Ports of this service alone: one for Ray's proxy, the rest for ingress replicas.
+        ports: Ports of this service alone, for ingress replicas.
 
     Raises:
         ConfigError: There is no HAProxy for this system.
         FarsightError: No port is free.
     """
     haproxy_binary()
-    (own,) = free_ports(ports, 1)
+    (first,) = free_ports(ports, 1)
     return {
         PROXY_DIRECTORY_VARIABLE: str(directory),
-        RAY_PORT_VARIABLE: str(own),
         "RAY_SERVE_ENABLE_HA_PROXY": "0",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+        "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "farsight.services.proxy.no_ray_proxy.start_no_proxy",
         # A replica whose port is taken tries the next one.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(own + 1),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports.stop),
         # With Ray's 30 s, Ctrl-C would take 30 s.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",

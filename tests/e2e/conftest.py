@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @on_stage()
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("log")
-    running = start_server(folder / "server.log", *one_ingress(folder))
+    running = start_server(folder / "server.log", *one_ingress(folder), "--log-level", "debug")
     yield running
     running.stop()
 

@@ -44,7 +44,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 COMPONENTS = ("router", "worker-0", "length-predictor-0")
 """One of each process of the placement ``fused``; the Router's also has the Scheduler, the Supervisor and the logs."""
 
-PROGRAMS = {"haproxy": "haproxy", "controller": "ServeController", "serve-proxy": "ProxyActor"}
+PROGRAMS = {"haproxy": "haproxy", "controller": "ServeController"}
 """Words in the command lines of processes that are no components."""
 
 HTTP_SIDE = ("haproxy", "ingress")

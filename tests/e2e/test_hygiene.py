@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import grpc
@@ -78,6 +79,20 @@ def test_no_usage_is_reported(server: Server) -> None:
 
 def test_a_failed_call_that_nobody_waits_for_leaves_no_traceback(server: Server) -> None:
     assert "RAY_IGNORE_UNHANDLED_ERRORS" in environment(server)
+
+
+def test_no_process_of_ray_runs_that_nobody_asks_anything(server: Server) -> None:
+    """Its agents and, behind HAProxy, its proxy: 270 MiB, and seconds of a start."""
+    names = {name_of(child) for child in server.children()}
+    assert not [name for name in names if any(word in name for word in ("Proxy", "Agent"))]
+
+
+def test_a_start_says_what_each_stage_costs(server: Server) -> None:
+    said = server.log.read_text()
+    for stage in ("Command", "Ray", "Supervisor", "Components", "Model", "Proxy", "Ingress"):
+        assert re.search(rf"^{stage}: \d+\.\d processor seconds", said, re.MULTILINE), stage
+    whole = re.search(r"^Start: \d+\.\d processor seconds \((.*)\)\.$", said, re.MULTILINE)
+    assert whole is not None and {"farsight", "raylet"} <= set(re.findall(r"(\S+) \d+\.\d", whole[1]))
 
 
 def test_every_process_is_as_nice_as_the_server(server: Server) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from farsight.services.launch.launch import EMBEDDED_MODEL
-from tests.e2e.batch.batch_runs import without_agents
 from tests.e2e.server import LONG_S, farsight, kill_all, start_server
 from tests.free_ports import free_port
 
@@ -19,14 +18,12 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(farsight(*args), capture_output=True, text=True, timeout=LONG_S)
 
 
-def test_the_death_of_the_command_ends_every_component(tmp_path: Path) -> None:
-    """Two agents of Ray, which hold nothing of ours, look for their dead head node for a minute before they end."""
+def test_the_death_of_the_command_ends_every_process(tmp_path: Path) -> None:
     server = start_server(tmp_path / "log")
     children = server.children()
-    components = without_agents(children)
     server.process.kill()
     try:
-        server.wait_gone(components)
+        server.wait_gone(children)
     finally:
         kill_all(children)
 

@@ -13,7 +13,7 @@ LANES, BLOCK = 16, 512
 
 
 def weights_of(x: np.ndarray, top: np.float32, temperature: float) -> np.ndarray:
-    """``2^((x - top) * log2(e) / temperature)``, by the polynomial of ``sampler.h``."""
+    """``2^((x - top) * log2(e) / temperature)``, by the polynomial of ``sampler.cpp``."""
     exponents = (x - top) * F32(1.4426950408889634 / temperature)
     bounded = np.maximum(exponents, F32(-126))
     whole = (bounded + F32(12582912)) - F32(12582912)

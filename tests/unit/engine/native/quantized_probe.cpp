@@ -1,5 +1,5 @@
-// One product through the headers of the compiled step, for any processor that the compiler can be told to build for.
-#include "quantized_linear.h"
+// One product through a part of the compiled step, for any processor that the compiler can be told to build for.
+#include "quantized_linear.cpp"
 
 using namespace farsight;
 

@@ -256,11 +256,23 @@ def fresh_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     library.load_library.cache_clear()
 
 
-def test_no_compiler(tiny_model_dir: Path, fresh_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler(
+    tiny_model_dir: Path, fresh_library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(NativeUnavailable, match="no C\\+\\+ compiler"):
         library.load_library()
-    assert isinstance(runner(tiny_model_dir, "auto").backend, backends.TorchBackend)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(runner(tiny_model_dir, "auto").backend, backends.TorchBackend)
+    (said,) = [line for line in caplog.messages if "torch operations" in line]
+    for lost in (
+        "several times slower",
+        "without speculation",
+        "8 bits",
+        "a request's tokens",
+        "install one, such as g++",
+    ):
+        assert lost in said
 
 
 def test_a_compiler_that_fails(fresh_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,10 +296,30 @@ def test_a_process_that_builds_the_step_says_so(fresh_library: Path, monkeypatch
     assert told == [True] and not library.is_compiling()
 
 
-def test_it_is_built_once(fresh_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+TWO_AT_ONCE = """#!/bin/sh
+# A compiler that begins the first two parts only once both are there.
+case " $* " in
+*" -c "*)
+    touch "$0.$$"
+    until [ "$(ls "$0".* | wc -l)" -ge 2 ]; do sleep 0.01; done
+    ;;
+esac
+exec c++ "$@"
+"""
+
+
+def test_it_is_built_once_in_parts_side_by_side(
+    fresh_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     quickly = ["-O0" if flag == "-O3" else flag for flag in library.COMPILE_FLAGS]
     monkeypatch.setattr(library, "COMPILE_FLAGS", quickly)
+    monkeypatch.setattr(library, "usable_processors", lambda: 2)
+    compiler = tmp_path_factory.mktemp("compiler") / "c++"
+    compiler.write_text(TWO_AT_ONCE)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     library.load_library()
+    assert len(list(compiler.parent.glob("c++.*"))) == len(library.PARTS)
     (built,) = fresh_library.iterdir()
     written = built.stat().st_mtime_ns
     library.load_library.cache_clear()

@@ -71,7 +71,7 @@ def test_ray_prints_no_tracebacks_of_calls_that_nobody_waits_for(
 
 
 def test_the_agents_of_ray_get_ports_that_nobody_else_of_the_cluster_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is left to them: the raylet would wait for their choice, but not for long."""
+    """None is left to them: the raylet would wait for their choice, but not for long. None of them starts, either."""
     made: list[dict[str, Any]] = []
     started: list[list[str]] = []
     monkeypatch.setattr(parameter, "RayParams", lambda **settings: made.append(settings))
@@ -80,13 +80,22 @@ def test_the_agents_of_ray_get_ports_that_nobody_else_of_the_cluster_takes(monke
         taken = free_ports(ports, 1)[0]
         with cluster.few_daemons(ports):
             parameter.RayParams(metrics_export_port=None, num_cpus=2)
-            for process_type in ("raylet", "gcs_server"):
-                services.start_ray_process([process_type], process_type, fate_share=True)
+            commands = ["--dashboard_agent_command=agent.py --port 1", "--runtime_env_agent_command=main.py"]
+            services.start_ray_process(["raylet", *commands], "raylet", fate_share=True)
+            services.start_ray_process(["gcs_server"], "gcs_server", fate_share=True)
+            ray_services: Any = services
+            assert ray_services.start_api_server(False, raise_on_failure=False) == ("", None)
+        with cluster.few_daemons(ports, agents=True):
+            services.start_ray_process(["raylet", *commands], "raylet", fate_share=True)
     (settings,) = made
-    assert started == [
-        ["raylet", f"--dashboard_agent_listen_port={settings['dashboard_agent_listen_port']}"],
-        ["gcs_server"],
+    raylet, gcs, whole = started
+    assert raylet[3:] == [f"--dashboard_agent_listen_port={settings['dashboard_agent_listen_port']}"]
+    assert [(option.partition("=")[0], option.endswith("idle_agent.py")) for option in raylet[1:3]] == [
+        ("--dashboard_agent_command", True),
+        ("--runtime_env_agent_command", True),
     ]
+    assert gcs == ["gcs_server"]
+    assert whole[:3] == ["raylet", *commands]
     agents = [value for name, value in settings.items() if name.endswith("_port")]
     assert len(set(agents)) == len(agents) == 4
     assert set(agents) <= set(ports) - {taken}

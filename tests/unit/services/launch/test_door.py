@@ -13,7 +13,6 @@ from farsight.services.api.access.key_file import KeyFile, changed_key_file
 from farsight.services.api.access.keys import Role, make_key
 from farsight.services.launch.access import absolute_paths, check_access, write_tls_file
 from farsight.services.launch.proxy import http_options
-from farsight.services.proxy.haproxy import RAY_PORT_VARIABLE
 from farsight.services.proxy.haproxy_config import TLS_FILE
 from tests.unit.services.certificates import make_certificate
 
@@ -93,11 +92,10 @@ def test_haproxy_gets_both_in_a_file_of_this_user_alone(tmp_path: Path, monkeypa
     assert "PRIVATE KEY" in written.read_text()
 
 
-def test_rays_servers_stay_on_the_loopback_interface_behind_haproxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rays_servers_stay_on_the_loopback_interface_behind_haproxy() -> None:
     server = ServerConfig(host="0.0.0.0", port=8443)
     access = AccessConfig(tls_cert="/chain.pem", tls_key="/key.pem")
-    monkeypatch.setenv(RAY_PORT_VARIABLE, "30001")
-    assert http_options(server, access, "haproxy") == {"host": "127.0.0.1", "port": 30001}
+    assert http_options(server, access, "haproxy") == {"host": "127.0.0.1"}
     tls = {"ssl_certfile": "/chain.pem", "ssl_keyfile": "/key.pem"}
     assert http_options(server, access, "serve") == {"host": "0.0.0.0", "port": 8443, **tls}
     assert http_options(server, AccessConfig(), "serve") == {"host": "0.0.0.0", "port": 8443}

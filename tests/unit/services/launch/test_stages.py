@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +14,10 @@ import pytest
 
 from farsight.actors.runtime.peer import Site
 from farsight.core.config.load import load_config
-from farsight.core.messages.status import StartState
+from farsight.core.messages.status import ProcessUse, StartState
 from farsight.services.launch.stages import Stages, StartTimedOut
 from farsight.services.launch.starting import StartingComponents
+from farsight.services.process_use import own_processes
 from farsight.services.progress import StatusLine
 
 LONG_S = 240.0
@@ -72,6 +75,32 @@ def test_a_stage_that_takes_long_says_so_again_and_again(clock: Clock) -> None:
     assert last == "Model: started after 0.0 s."
 
 
+def test_each_stage_says_which_processes_spent_how_much(clock: Clock) -> None:
+    used: tuple[ProcessUse, ...]
+    used = (ProcessUse(1, "farsight", 1.0, 0), ProcessUse(2, "raylet", 0.5, 0), ProcessUse(4, "agent", 2.0, 0))
+    said: list[str] = []
+    stages = Stages(said.append, 60, uses=lambda: used, now=clock)
+    with stages.stage("Ray", lambda: "its daemons"):
+        used = (
+            *(ProcessUse(1, "farsight", 3.5, 0), ProcessUse(2, "raylet", 0.52, 0)),
+            *(ProcessUse(3, "ServeController", 2.0, 0), ProcessUse(4, "ended", 0.0, 0)),
+        )
+    stages.say_use("Start")
+    assert said == [
+        "Ray: started after 0.0 s.",
+        "Ray: 4.5 processor seconds (farsight 2.5, ServeController 2.0).",
+        "Start: 6.0 processor seconds (farsight 3.5, ServeController 2.0, raylet 0.5).",
+    ]
+
+
+def test_the_processes_of_a_start() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        used = {each.pid: each for each in own_processes()}
+        assert used[os.getpid()].name == "farsight" and used[os.getpid()].cpu_s > 0
+        assert used[child.pid].name.startswith("python")
+        child.communicate(b"\n")
+
+
 def test_a_terminal_has_one_line_that_is_rewritten(clock: Clock) -> None:
     said: list[str] = []
     terminal = io.StringIO()
@@ -79,7 +108,7 @@ def test_a_terminal_has_one_line_that_is_rewritten(clock: Clock) -> None:
     waits = "worker-0 to load tiny (2 MiB)"
     model, proxy = stages.begin("Model", lambda: waits), stages.begin("Proxy", lambda: "the HTTP proxy to listen")
     clock.s += 12
-    waits = "worker-0: compiling kernels for this processor (once)"
+    waits = "worker-0: compiling kernels for this processor, once"
     stages.end(proxy)
     with stages.above():
         terminal.write("a line of the log\n")
@@ -118,9 +147,13 @@ def test_what_a_slow_model_waits_for(tmp_path: Path, num_bytes: int, loaded: flo
     (tmp_path / "model.safetensors").touch()
     os.truncate(tmp_path / "model.safetensors", num_bytes)  # takes no room on the disk
     config = load_config(None, {"model": {"name": "tiny"}})
-    handle = SimpleNamespace(call=SimpleNamespace(remote=lambda *message: None))
+    handle = SimpleNamespace(add=SimpleNamespace(remote=lambda names: None))
     starting = StartingComponents(Site(config, str(tmp_path), "fused"), handle)
     starting._seen = StartState(("router",), ("worker-0",), loaded)
     assert starting._loading() == f"worker-0 (0 of 1 process ready) to load {said}"
-    starting._seen = StartState(("router",), ("worker-0",), 1.0, "compiling kernels for this processor (once)")
-    assert starting._loading() == "worker-0: compiling kernels for this processor (once)"
+    starting._seen = StartState(("router",), ("worker-0",), 1.0, "compiling kernels for this processor, once")
+    assert starting._loading() == "worker-0: compiling kernels for this processor, once"
+    told: list[str] = []
+    for _ in range(2):
+        starting._tell(Stages(told.append, 60))
+    assert told == ["Model: compiling kernels for this processor, once."]

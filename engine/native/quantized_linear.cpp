@@ -6,11 +6,9 @@
 //           out = fma(-(scale of x * float(sum of x)), minimum of w, out).
 // Then the bias is added, then what the output is added to. Integer sums have no order, so every instruction set
 // gives the same I; the float part does not depend on tiles, rows or threads.
-#pragma once
-
 #include <vector>
 
-#include "linear.h"
+#include "parts.h"
 #include "quantized.h"
 
 namespace farsight {
@@ -189,13 +187,14 @@ class QuantizedLinear final : public Linear {
 
   template <int Bits, bool Minima>
   void tile(int rows, const Part& part, int p, const uint8_t* x, float* out, bool add, const Ahead& ahead) const {
+    constexpr int kMost = Bits == 8 ? kMaxRows : kMaxRowsOf4Bits;  // taller tiles never come: none is compiled
     switch (rows) {
       case 1: return finish_tile<Bits, Minima, 1>(part, p, x, out, add, ahead);
       case 2: return finish_tile<Bits, Minima, 2>(part, p, x, out, add, ahead);
       case 3: return finish_tile<Bits, Minima, 3>(part, p, x, out, add, ahead);
       case 4: return finish_tile<Bits, Minima, 4>(part, p, x, out, add, ahead);
-      case 5: return finish_tile<Bits, Minima, 5>(part, p, x, out, add, ahead);
-      default: return finish_tile<Bits, Minima, 6>(part, p, x, out, add, ahead);
+      case 5: return finish_tile<Bits, Minima, std::min(5, kMost)>(part, p, x, out, add, ahead);
+      default: return finish_tile<Bits, Minima, std::min(6, kMost)>(part, p, x, out, add, ahead);
     }
   }
 
@@ -209,5 +208,9 @@ class QuantizedLinear final : public Linear {
   std::vector<Part> parts_;
   const float* bias_;
 };
+
+std::unique_ptr<Linear> make_quantized(const FsLinear& from) {
+  return std::make_unique<QuantizedLinear>(from.parts, from.num_parts, from.bias);
+}
 
 }  // namespace farsight

@@ -2,14 +2,14 @@
 //
 // Each output is one chain of multiply-adds over the lanes of k, in their order, from 0; then the bias is added, then what
 // the output is added to. Tiles of every height keep to that.
-#pragma once
-
 #include <vector>
 
 #include "lanes.h"
-#include "linear.h"
+#include "parts.h"
 
 namespace farsight {
+
+namespace {
 
 constexpr int kLanesTogether = 64;  // 16 KiB of a panel
 
@@ -95,5 +95,13 @@ class DenseLinear final : public Linear {
   std::vector<uint32_t> weight_;
   const float* bias_;
 };
+
+}  // namespace
+
+std::unique_ptr<Linear> make_dense(bool bf16, const FsLinear& from) {
+  if (bf16)
+    return std::make_unique<DenseLinear<Bf16>>(static_cast<const uint16_t*>(from.weight), from.bias, from.n, from.k);
+  return std::make_unique<DenseLinear<F32>>(static_cast<const float*>(from.weight), from.bias, from.n, from.k);
+}
 
 }  // namespace farsight

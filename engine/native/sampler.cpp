@@ -4,16 +4,14 @@
 // maxima, a second one sums weights where all tokens have a part in that; what top-k, top-p and min-p leave is collected, not
 // sorted. A weight is a float32, 2^((x - top) * scale); sums of weights are float64 in one order, the same for every width of a
 // register and every number of threads (ADR 94).
-#pragma once
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
 #include <vector>
 
-#include "interface.h"
 #include "lanes.h"
+#include "parts.h"
 
 namespace farsight {
 
@@ -445,8 +443,8 @@ inline void log_row(const float* x, int n, int64_t token, int num_top, RowScratc
 }
 
 // Calls task(i, scratch) for each 0 <= i < count: by the threads of a team if there is one and enough to do.
-template <class SomeTeam, class Task>
-void share_rows(SomeTeam* team, int count, int64_t vocab, const Task& task) {
+template <class Task>
+void share_rows(Team* team, int count, int64_t vocab, const Task& task) {
   constexpr int64_t kWorthwhile = 1 << 16;  // logits: below that, to wake a thread takes longer
   const auto run = [&](int i) {
     thread_local RowScratch scratch;
@@ -458,15 +456,13 @@ void share_rows(SomeTeam* team, int count, int64_t vocab, const Task& task) {
     for (int i = 0; i < count; ++i) run(i);
 }
 
-template <class SomeTeam>
-void sample_rows(SomeTeam* team, const FsSample& s) {
+void sample_rows(Team* team, const FsSample& s) {
   share_rows(team, s.num_rows, s.vocab, [&](int i, RowScratch& scratch) {
     s.tokens[i] = draw_row(s.draws[i], s.logits + s.draws[i].row * s.vocab, s.vocab, scratch);
   });
 }
 
-template <class SomeTeam>
-void log_rows(SomeTeam* team, const FsLog& s) {
+void log_rows(Team* team, const FsLog& s) {
   share_rows(team, s.num_rows, s.vocab, [&](int i, RowScratch& scratch) {
     log_row(s.logits + s.rows[i] * s.vocab, s.vocab, s.tokens[i], s.num_top[i], scratch, s.ids + int64_t(i) * s.width,
             s.values + int64_t(i) * (s.width + 1));
