@@ -169,7 +169,7 @@ class RandomMoves(KvPolicy):
     def __init__(self, rng: random.Random) -> None:
         self.num_events = 0
         self._rng = rng
-        self._rule = NewestGiveWay(swaps=True, evicts=True)
+        self._rule = NewestGiveWay(swaps=True)
 
     def moves(self, view: KvView, now: float) -> KvMoves:
         moves = self._rule.moves(view, now)
