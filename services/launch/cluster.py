@@ -53,8 +53,11 @@ _JOB_AGENT_PORT = "dashboard_agent_listen_port"
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", _JOB_AGENT_PORT, "runtime_env_agent_port")
 """Ray's names of its agents' ports."""
 
-_AGENT_COMMANDS = ("--dashboard_agent_command", "--runtime_env_agent_command")
-"""Options with which a raylet is told how to start its agents."""
+_DASHBOARD_AGENT = "--dashboard_agent_command"
+"""Option with which a raylet is told how to start the dashboard's agent.
+
+Ray's other agent stays: a raylet ends without it as soon as a driver or a job has a runtime environment.
+"""
 
 _IDLE_AGENT = Path(__file__).with_name("idle_agent.py")
 
@@ -274,8 +277,8 @@ def few_daemons(ports: range, *, agents: bool = False) -> Iterator[None]:
     """Inside this context, ``ray.init`` skips daemons that a single machine does not need, for a faster start.
 
     Skipped are the autoscaler, which finds more machines, the log monitor, which prints the output of workers, the
-    dashboard's server, for which Ray waits also where no dashboard is wanted, and two agents: one serves the dashboard,
-    its Jobs API and its metrics, the other prepares runtime environments.
+    dashboard's server, for which Ray waits also where no dashboard is wanted, and the agent that serves the dashboard,
+    its Jobs API and its metrics.
     Ray's agents also get ports of this cluster alone. By default the job agent has the same port in every cluster, so
     that only the first of several clusters on one machine would accept jobs. The raylet ends if it has to wait more
     than 15 s for a port that an agent chooses, a constant of Ray 2.60 that a busy machine exceeds. ``ray.init`` tells
@@ -283,7 +286,7 @@ def few_daemons(ports: range, *, agents: bool = False) -> Iterator[None]:
 
     Args:
         ports: Ports of this cluster alone. The agents take the last ones; other users begin with the first.
-        agents: Whether the dashboard's server and the agents are needed, as for the Jobs API.
+        agents: Whether the dashboard's server and its agent are needed, as for the Jobs API.
     """
     import ray._private.parameter
     import ray._private.services
@@ -314,9 +317,9 @@ def few_daemons(ports: range, *, agents: bool = False) -> Iterator[None]:
 
 
 def _with_idle_agent(option: str) -> str:
-    """Returns an option of a raylet, with ``idle_agent`` in place of an agent of Ray."""
+    """Returns an option of a raylet, with ``idle_agent`` in place of the dashboard's agent."""
     name = option.partition("=")[0]
-    if name not in _AGENT_COMMANDS:
+    if name != _DASHBOARD_AGENT:
         return option
     # Isolated and without site: not even what an environment adds to every start of Python.
     return f"{name}={subprocess.list2cmdline([sys.executable, '-I', '-S', str(_IDLE_AGENT)])}"

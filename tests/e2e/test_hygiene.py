@@ -82,9 +82,9 @@ def test_a_failed_call_that_nobody_waits_for_leaves_no_traceback(server: Server)
 
 
 def test_no_process_of_ray_runs_that_nobody_asks_anything(server: Server) -> None:
-    """Its agents and, behind HAProxy, its proxy: 270 MiB, and seconds of a start."""
+    """The dashboard's agent and, behind HAProxy, Ray's own proxy: 200 MiB, and seconds of a start."""
     names = {name_of(child) for child in server.children()}
-    assert not [name for name in names if any(word in name for word in ("Proxy", "Agent"))]
+    assert not [name for name in names if any(word in name for word in ("Proxy", "DashboardAgent"))]
 
 
 def test_a_start_says_what_each_stage_costs(server: Server) -> None:

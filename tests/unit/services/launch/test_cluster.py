@@ -71,7 +71,7 @@ def test_ray_prints_no_tracebacks_of_calls_that_nobody_waits_for(
 
 
 def test_the_agents_of_ray_get_ports_that_nobody_else_of_the_cluster_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is left to them: the raylet would wait for their choice, but not for long. None of them starts, either."""
+    """None is left to them: the raylet would wait for their choice, but not for long. The dashboard's does not start, either."""
     made: list[dict[str, Any]] = []
     started: list[list[str]] = []
     monkeypatch.setattr(parameter, "RayParams", lambda **settings: made.append(settings))
@@ -92,7 +92,7 @@ def test_the_agents_of_ray_get_ports_that_nobody_else_of_the_cluster_takes(monke
     assert raylet[3:] == [f"--dashboard_agent_listen_port={settings['dashboard_agent_listen_port']}"]
     assert [(option.partition("=")[0], option.endswith("idle_agent.py")) for option in raylet[1:3]] == [
         ("--dashboard_agent_command", True),
-        ("--runtime_env_agent_command", True),
+        ("--runtime_env_agent_command", False),
     ]
     assert gcs == ["gcs_server"]
     assert whole[:3] == ["raylet", *commands]
