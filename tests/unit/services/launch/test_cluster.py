@@ -71,7 +71,7 @@ def test_ray_prints_no_tracebacks_of_calls_that_nobody_waits_for(
 
 
 def test_the_agents_of_ray_get_ports_that_nobody_else_of_the_cluster_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is left to them: the raylet would wait for their choice, but not for long. The dashboard's does not start."""
+    """None is left to them: the raylet waits for their choice, but not for long. The dashboard's does not start."""
     made: list[dict[str, Any]] = []
     started: list[list[str]] = []
     monkeypatch.setattr(parameter, "RayParams", lambda **settings: made.append(settings))
