@@ -1,6 +1,6 @@
-"""In the place of an agent of Ray that nothing here asks for anything: lives as long as its raylet, and does nothing.
+"""Stands in for the agent of Ray's dashboard, which nothing here asks: lives as long as its raylet, and does nothing.
 
-A raylet ends with its agents, so there must be a process. Ray's own ones take seconds of a start and 60 to 90 MiB each.
+A raylet ends when this agent ends, so there must be a process. Ray's own takes seconds of a start and 60 to 90 MiB.
 The raylet starts this file as a program; it imports no package, so that it costs nothing.
 """
 
