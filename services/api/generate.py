@@ -25,7 +25,7 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-async def run_requests(backend: Generator, generation: Generation) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+def run_requests(backend: Generator, generation: Generation) -> AsyncGenerator[tuple[int, TokenDelta], None]:
     """Yields the deltas of all requests as they arrive, each with its request's index. Closing it closes every backend
     stream.
 
@@ -33,10 +33,7 @@ async def run_requests(backend: Generator, generation: Generation) -> AsyncGener
         ApiError: A request failed after its start, or its stream ended without a finish reason.
         Exception: Any error that the backend raised.
     """
-    deltas = _run_one(backend, generation, 0) if len(generation.requests) == 1 else _run_several(backend, generation)
-    async with aclosing(deltas):
-        async for index, delta in deltas:
-            yield index, _without_output(delta) if generation.prompt_only else delta
+    return _run_one(backend, generation, 0) if len(generation.requests) == 1 else _run_several(backend, generation)
 
 
 async def collect(backend: Generator, generation: Generation) -> list[ChoiceResult]:
@@ -81,7 +78,7 @@ async def _run_one(
         async for delta in stream:
             if delta.finish_reason in ("error", "abort"):
                 raise _failed(delta)
-            yield index, delta
+            yield index, _without_output(delta) if generation.prompt_only else delta
             if delta.finish_reason is not None:
                 return
     raise ApiError("The generation ended early.", status=500, code="internal_error")
