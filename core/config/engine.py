@@ -122,8 +122,8 @@ class EngineConfig:
         max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
         max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context, which only
             an emulated device can go beyond.
-        num_threads: Compute threads of a worker; 0 shares all cores that it may use but one, which serves HTTP and
-            scheduling, among the replicas, and gives none more than a NUMA node has.
+        num_threads: Compute threads of a worker; 0 shares the cores that it may use among the replicas, from 4 cores on
+            all but one, which serves HTTP and scheduling, and gives none more than a NUMA node has.
         benchmark_mode: Requests may say, with ``benchmark_len``, where their outputs end, and no request is refused for
             those that wait already (``[server]``). Only to measure.
         backend: The code that computes a step: ``native`` is one compiled call on the CPU, ``triton`` torch operations

@@ -97,9 +97,9 @@ def test_the_least_of_mask_and_quota_but_at_least_one(tmp_path: Path, quota: str
     assert usable_processors(found) == (processors or usable_processors(tmp_path / "nothing"))
 
 
-def processors(monkeypatch: pytest.MonkeyPatch, root: Path, *nodes: str) -> Path:
-    """A root where 8 processors may be used, in the NUMA nodes given."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+def processors(monkeypatch: pytest.MonkeyPatch, root: Path, *nodes: str, count: int = 8) -> Path:
+    """A root where so many processors may be used, in the NUMA nodes given."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)), raising=False)
     for index, cpulist in enumerate(nodes):
         folder = root / f"sys/devices/system/node/node{index}"
         folder.mkdir(parents=True)
@@ -115,6 +115,14 @@ def test_threads_are_shared_among_workers_and_fit_a_numa_node(monkeypatch: pytes
     assert numa_nodes(root) == [{0, 1, 4}, {2, 3, 5, 6, 7}]
     assert [compute_threads(0, sharers, root) for sharers in (1, 2, 7)] == [5, 3, 1]
     assert compute_threads(8, 1, root) == 8
+
+
+@pytest.mark.parametrize(("count", "threads"), [(1, 1), (2, 2), (3, 3), (4, 3), (16, 15)])
+def test_a_processor_is_spared_only_where_it_is_a_small_part(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int, threads: int
+) -> None:
+    assert compute_threads(0, 1, processors(monkeypatch, tmp_path, count=count)) == threads
+    assert compute_threads(0, 2, processors(monkeypatch, tmp_path, count=count)) == max(1, threads // 2)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity masks")
