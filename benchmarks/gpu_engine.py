@@ -39,8 +39,8 @@ from farsight.engine.devices.copiers import StreamCopier, host_blocks
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.sequence import Sequence
 from farsight.engine.steps.backends import GraphBackend
-from farsight.engine.steps.decode_graphs import Capture
 from farsight.engine.steps.model_runner import ModelRunner
+from farsight.engine.steps.recording import Capture
 from farsight.kvcache import KVCopy, StepBatch, StepItem
 from farsight.services.bench.report import markdown_table, provenance, write_json
 
@@ -182,11 +182,11 @@ class EngineBench:
         self.token_bytes = config.kv_bytes_per_token(dtype)
         per_sequence = -(-max(sizes.context + 64, sizes.prompt) // BLOCK)
         num_blocks = max(sizes.batch_sizes) * per_sequence + sizes.blocks
-        self.pool = KVPool(config, num_blocks=num_blocks, block_size=BLOCK, dtype=dtype, device=device)
+        self.pool = KVPool(config, num_blocks=num_blocks, block_size=BLOCK, dtype=dtype, device=device, spare=True)
         for cache in (*self.pool.keys, *self.pool.values):
             cache.normal_()
         max_len = per_sequence * BLOCK
-        recorded = StepSizes(max(sizes.batch_sizes), per_sequence)
+        recorded = StepSizes(max(sizes.batch_sizes), per_sequence, 4 * sizes.prompt)
         attention: AttentionBackend = TorchAttention(config.sliding_windows)
         capture = cast(Capture, lambda run: run)  # what is not recorded is run as it is
         synchronize: Callable[[], object] = lambda: None  # noqa: E731
@@ -272,8 +272,8 @@ class EngineBench:
         if on_gpu:
             cuda.pin(host)
         copier = StreamCopier(self.pool, host, cuda.SideStream() if on_gpu else HostStream())
-        first = self.pool.num_blocks - num_blocks
-        ours, theirs = tuple(range(first, self.pool.num_blocks)), tuple(range(num_blocks))
+        end = self.pool.num_slots // BLOCK
+        ours, theirs = tuple(range(end - num_blocks, end)), tuple(range(num_blocks))
         orders = {Residency.HOST: (ours, theirs), Residency.DEVICE: (theirs, ours)}
 
         def begin(to: Residency) -> None:

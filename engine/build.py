@@ -25,10 +25,10 @@ from farsight.engine.devices.emulated import emulate_device
 from farsight.engine.drafted_steps import DraftedSteps
 from farsight.engine.parallel.mesh import ALONE, Mesh, check_parallel
 from farsight.engine.runner import Device
-from farsight.engine.sequence import Detokenizer
+from farsight.engine.sequence import Detokenizer, LongSequences
 from farsight.engine.vision.geometry import load_geometry
 from farsight.engine.vision.spans import FindRows, ImageInputs, carried_rows
-from farsight.engine.worker import LongSequences, Worker
+from farsight.engine.worker import Worker
 from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
 from farsight.policies.compose import follows_prefixes, swaps_kv
 from farsight.policies.presets import find_preset

@@ -48,6 +48,27 @@ def synchronize() -> None:
     torch.cuda.synchronize()
 
 
+def marker(device: torch.device) -> Callable[[], Callable[[], None]]:
+    """Returns what marks the work launched so far: a function that returns, when called, a wait for the end of that.
+
+    Without a GPU work is done when it is launched.
+    """
+    if device.type != "cuda":
+        return lambda: _done
+
+    def mark() -> Callable[[], None]:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
+    return mark
+
+
+def _done() -> None:
+    pass
+
+
 def is_lost() -> bool:
     """Returns whether an error has made the device unusable here, as an index out of bounds in a kernel does."""
     try:
@@ -112,10 +133,7 @@ class SideStream:
 
     def mark(self) -> Callable[[], None]:
         """Returns, within ``after_steps``, a function that returns when all work launched so far is done."""
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record()
-        wait: Callable[[], None] = event.synchronize
-        return wait
+        return marker(torch.device("cuda"))()
 
 
 def pin(tensor: Tensor) -> None:

@@ -100,14 +100,19 @@ class Engine:
             InvalidValueError: prompt and output cannot fit the context or the KV pool, or there are token ids that the
                 model does not have.
         """
+        request = self._request(prompt, sampling, images)
+        self._handle(RequestsArrived((request,)))
+        return request.request_id
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams, images: SequenceOf[ImageSpan] = ()) -> Request:
+        """Returns a request that the model can answer; raises as ``submit``."""
         request = Request(f"r{next(self._ids)}", 0, "", self._encode(prompt), sampling, images=tuple(images))
         limit, vocab_size = self.worker.ready.max_model_len, self.worker.ready.vocab_size
         check_token_ids("prompt", request.prompt_ids, vocab_size)
         sampling.check_vocabulary(vocab_size)
         if request.max_total_len > limit:
             raise InvalidValueError("max_tokens", sampling.max_new_tokens, f"at most {limit - request.prompt_len}")
-        self._handle(RequestsArrived((request,)))
-        return request.request_id
+        return request
 
     def abort(self, request_id: str) -> None:
         """Ends a request without an answer; its KV is free at the next step."""
@@ -127,6 +132,7 @@ class Engine:
         else:
             batch = self._begun.popleft()
             began_at = self._clock()
+            self.worker.launch(batch)
             try:
                 tokens = self.worker.execute(batch)
             except IterationCutOff:
@@ -148,16 +154,20 @@ class Engine:
         sampling: SamplingParams | list[SamplingParams],
         images: SequenceOf[SequenceOf[ImageSpan]] = (),
     ) -> list[RequestOutput]:
-        """Answers all prompts, in their order; ``images`` are those of each, or none at all."""
+        """Answers all prompts, in their order; ``images`` are those of each, or none at all.
+
+        Raises:
+            InvalidValueError: As ``submit``, before any of them is queued.
+        """
         each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
-        encoded = [self._encode(prompt) for prompt in prompts]
         seen = images or [()] * len(prompts)
-        order = [self.submit(*given) for given in zip(encoded, each, seen, strict=True)]
-        deltas: dict[str, list[TokenDelta]] = {request_id: [] for request_id in order}
+        requests = [self._request(*given) for given in zip(prompts, each, seen, strict=True)]
+        self._handle(RequestsArrived(tuple(requests)))  # one plan for all of them
+        deltas: dict[str, list[TokenDelta]] = {request.request_id: [] for request in requests}
         while not self.idle:
             for delta in self.step():
                 deltas[delta.request_id].append(delta)
-        return [_completion(prompt_ids, deltas[rid]) for prompt_ids, rid in zip(encoded, order, strict=True)]
+        return [_completion(request.prompt_ids, deltas[request.request_id]) for request in requests]
 
     def embed(self, prompts: SequenceOf[Prompt], pooling: str = "last") -> list[list[float]]:
         """Returns vectors of the prompts, in their order, as the pooling leaves them: not brought to any length.
@@ -165,14 +175,15 @@ class Engine:
         Raises:
             InvalidValueError: As ``submit``; or the model does not compute this.
         """
-        order = [self.submit(prompt, SamplingParams(1, pooling=pooling)) for prompt in prompts]
+        requests = [self._request(prompt, SamplingParams(1, pooling=pooling)) for prompt in prompts]
+        self._handle(RequestsArrived(tuple(requests)))
         found: dict[str, list[float]] = {}
         while not self.idle:
             for delta in self.step():
                 if delta.error is not None:
                     raise InvalidValueError("pooling", pooling, delta.error)
                 found[delta.request_id] = array("f", delta.vector).tolist()
-        return [found[request_id] for request_id in order]
+        return [found[request.request_id] for request in requests]
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

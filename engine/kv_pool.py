@@ -24,9 +24,14 @@ class KVPool:
     compiled step's affair, as all of the layout there (``kv_int8.h``).
 
     Attributes:
+        num_blocks: Blocks in memory, the spare one included; ``num_slots`` are without it.
         keys: One tensor a layer, ``[num_blocks * block_size, kv_heads, head_dim]``; in int8 the last dimension has 4
             bytes more.
         values: The same. With latent attention these are the keys: the pool holds one row of each token.
+        spare_slot: A slot of no sequence, which may be written at any time; None without one.
+
+    Args:
+        spare: Whether there is another block behind ``num_blocks``, of no sequence.
     """
 
     def __init__(
@@ -37,10 +42,13 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        spare: bool = False,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs blocks: got {num_blocks} of {block_size} tokens")
-        self.num_blocks = num_blocks
+        self.num_slots = num_blocks * block_size
+        self.spare_slot = self.num_slots if spare else None
+        self.num_blocks = num_blocks = num_blocks + spare
         self.block_size = block_size
         self.dtype = dtype
         width = config.head_dim + (KV_SCALE_BYTES if dtype == torch.int8 else 0)
@@ -53,10 +61,6 @@ class KVPool:
     @property
     def device(self) -> torch.device:
         return self._by_block.device
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_blocks * self.block_size
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         """Zeroes blocks (int64 ``[n]``) in every layer.
@@ -84,14 +88,14 @@ class KVPool:
 
         In one call: block by block, a large pool, which 32 bits do not index, would be read layer by layer.
         """
-        torch.index_select(self._by_block, 2, self._indices(block_ids), out=out.permute(1, 2, 0, 3))
+        torch.index_select(self._by_block, 2, self.indices(block_ids), out=out.permute(1, 2, 0, 3))
 
     def write_blocks(self, block_ids: Sequence[int], blocks: Tensor) -> None:
         """Writes blocks that ``read_blocks`` has gathered."""
-        self._by_block.index_copy_(2, self._indices(block_ids), blocks.permute(1, 2, 0, 3))
+        self._by_block.index_copy_(2, self.indices(block_ids), blocks.permute(1, 2, 0, 3))
 
-    def _indices(self, block_ids: Sequence[int]) -> Tensor:
-        """Returns indices on the device; the host does not wait for the copy."""
+    def indices(self, block_ids: Sequence[int]) -> Tensor:
+        """Returns ids of blocks on the device, int64 ``[n]``; the host does not wait for the copy."""
         pinned = self.device.type == "cuda"
         ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=pinned)
         return ids.to(self.device, non_blocking=True)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,17 @@ from farsight.engine.step_results import StepFault
 from farsight.kvcache import KVCopy, StepBatch, StepItem
 
 logger = logging.getLogger(__name__)
+
+
+class Launch(Enum):
+    """What became of a step that was to be launched."""
+
+    NOT = "not"
+    """``execute`` computes it from its beginning."""
+
+    NOW = "now"
+    BEFORE = "before"
+    """By ``Runner.launch_after``."""
 
 
 class Runner:
@@ -46,6 +58,17 @@ class Runner:
 
     def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
         """Says the last known token of each item of a step that was got ready: its sequences lack them."""
+
+    def launch(self, batch: StepBatch, sequences: dict[str, Sequence]) -> Launch:
+        """Launches a step that ``execute`` will then wait for, unless it was launched by ``launch_after``."""
+        return Launch.NOT
+
+    def launch_after(self, batch: StepBatch, sequences: dict[str, Sequence]) -> bool:
+        """Launches a step whose last known tokens the step launched before it yields; False if it cannot."""
+        return False
+
+    def forget_launched(self) -> None:
+        """Drops the step that ``launch_after`` has launched: nothing of it is wanted."""
 
     def fault(self, error: Exception) -> StepFault:
         """Returns what the error of a failed ``execute`` says about the device."""

@@ -299,6 +299,19 @@ class Sequence(SequenceState):
         return drafts if matcher is None else drafts[: matcher.num_allowed(drafts)]
 
 
+@dataclass(frozen=True, slots=True)
+class LongSequences:
+    """Which sequences are turned by the long factors, where that is chosen by request.
+
+    Attributes:
+        original_len: Tokens, prompt and output together, above which they are.
+        first_row: Row of the rotary tables that their first position has.
+    """
+
+    original_len: int
+    first_row: int
+
+
 class TokenCounts:
     """The tokens of a prompt and of the output so far, each once.
 

@@ -1,15 +1,14 @@
 """One worker without its shell: plans in, steps run, deltas and reports out. No threads, no asyncio, no Ray.
 
-The shell calls ``begin_step``, runs ``execute`` where it likes (a thread), then calls ``finish_step``; everything
-but ``execute`` belongs to one thread. As many steps as ``executor.max_in_flight`` says may have begun; they are
-executed and finished in that order.
+The shell calls ``begin_step`` and ``launch``, runs ``execute`` where it likes (a thread), then calls ``finish_step``;
+everything but ``execute`` belongs to one thread. As many steps as ``executor.max_in_flight`` says may have begun; they
+are executed and finished in that order.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from farsight.core.errors import IntegrityError
@@ -19,8 +18,8 @@ from farsight.core.messages.tokens import DeltaLogprobs, TokenDelta
 from farsight.core.request import Fault, Request, SamplingParams, SequenceStatus
 from farsight.engine.drafted_steps import DraftedSteps
 from farsight.engine.emission import Emission, HeldBack, Output, ended_by_prompt, joined_outputs
-from farsight.engine.runner import Copier, Runner
-from farsight.engine.sequence import Detokenizer, OutputText, Sequence
+from farsight.engine.runner import Copier, Launch, Runner
+from farsight.engine.sequence import Detokenizer, LongSequences, OutputText, Sequence
 from farsight.engine.step_results import LoggedTokens
 from farsight.engine.vision.spans import ImageInputs
 from farsight.kvcache import PlanExecutor, StepBatch
@@ -34,19 +33,6 @@ logger = logging.getLogger(__name__)
 
 Prepared = dict[Key, Sequence]
 """New requests of a plan, ready to run."""
-
-
-@dataclass(frozen=True, slots=True)
-class LongSequences:
-    """Which sequences are turned by the long factors, where that is chosen by request.
-
-    Attributes:
-        original_len: Tokens, prompt and output together, above which they are.
-        first_row: Row of the rotary tables that their first position has.
-    """
-
-    original_len: int
-    first_row: int
 
 
 class Worker:
@@ -86,6 +72,7 @@ class Worker:
         self._detokenizer = detokenizer
         self._eos = frozenset(eos_token_ids)
         self._last_tokens: frozenset[int] | None = None  # of the step that computes, once the next one is ready
+        self._launched: StepBatch | None = None  # behind the step that computes, before anything of that is known
         self._pending: Plan | None = None
         self._prepared: Prepared = {}
         self._copier = copier
@@ -129,12 +116,16 @@ class Worker:
         return WorkerState(lease, self.ready, held, report)
 
     def prepare(self, plan: Plan) -> Prepared:
-        """Prepares a plan's new requests. Slow, but changes no state, so it may run at any moment."""
-        prepared = {}
+        """Prepares a plan's new requests. Slow, but changes no state, so it may run at any moment.
+
+        What was prepared for the plan that waits is taken over: requests come one by one, and each plan names all.
+        """
+        prepared, before = {}, self._prepared
         for slot in plan.slots:
             request = slot.request
             if request is not None and not self._has(request):
-                prepared[request.request_id, request.attempt] = self._make_sequence(request)
+                key = request.request_id, request.attempt
+                prepared[key] = before.get(key) or self._make_sequence(request)
         return prepared
 
     def _make_sequence(self, request: Request) -> Sequence:
@@ -166,7 +157,7 @@ class Worker:
             self._prepared = self.prepare(plan) if prepared is None else prepared
 
     def begin_step(self) -> StepBatch | None:
-        """Applies the newest plan and picks the next step; None if nothing can run."""
+        """Applies the newest plan and picks the next step, or what has been launched; None if nothing can run."""
         copier = self._copier
         if copier is not None:
             for copy_id, failed in copier.take_done():
@@ -174,6 +165,12 @@ class Worker:
         plan, self._pending = self._pending, None
         if plan is not None:
             self._apply(plan)
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            rest = self.executor.rest_of(launched)
+            if rest is not None:
+                return rest
+            self.runner.forget_launched()
         batch = self.executor.next_batch()
         if copier is not None:
             for copy in self.executor.take_copies():
@@ -185,6 +182,23 @@ class Worker:
                 batch = self.speculation.with_drafts(batch, self._sequences, self.executor)
             self.runner.begin(batch, self._sequences)
         return batch
+
+    def launch(self, batch: StepBatch) -> Launch:
+        """Launches the step that ``begin_step`` has returned and, unread, the step after it; where the device can.
+
+        The device then goes from one to the other without the host. ``begin_step`` begins the second when this one is
+        booked, without the sequences that have ended or lost their KV meanwhile: what it computes for those is dropped.
+
+        Raises:
+            Exception: As ``execute``.
+        """
+        state, sequences = self.runner.launch(batch, self._sequences), self._sequences
+        if state is Launch.NOT or self.speculation is not None or self._held_back is not None:
+            return state
+        following = self.executor.step_after(batch, unread=True)
+        if following is not None and self.executor.begin_after(batch) is following:
+            self._launched = following if self.runner.launch_after(following, sequences) else None
+        return state
 
     def when_copied(self, callback: Callable[[], object]) -> None:
         """Sets what is called, from any thread, when the next ``begin_step`` may find more to run."""
@@ -396,6 +410,8 @@ class Worker:
         Sequences whose output is complete and was only held back get it: a broken device does not take their answers.
         """
         logger.error("step with %d sequences failed", len(batch.items), exc_info=error)
+        self._launched = None  # of the same sequences
+        self.runner.forget_launched()
         message = f"the model step failed: {type(error).__name__}: {error}"
         outputs: list[Output] = []
         if self._held_back is not None:

@@ -165,13 +165,21 @@ class PlanExecutor(ABC):
     def next_batch(self) -> StepBatch | None:
         """Returns the next step, with its blocks allocated; None if nothing can run."""
 
-    def step_after(self, batch: StepBatch) -> StepBatch | None:
+    def step_after(self, batch: StepBatch, *, unread: bool = False) -> StepBatch | None:
         """Returns the step after a step that computes now; None if that step is not known yet.
 
         ``next_batch`` and ``begin_after`` return this very object if no plan, end or copy comes before. They also
         allocate the blocks that its sequences begin.
+
+        Args:
+            unread: Whether it is to begin before the result of ``batch`` is known. Sequences that ``batch`` brings to
+                their limit of length take no part; those that it ends otherwise are left out afterwards (``rest_of``).
         """
         return None
+
+    def rest_of(self, batch: StepBatch) -> StepBatch | None:
+        """Returns what of a step that began before the one before it was booked is still wanted; None of nothing."""
+        return batch
 
     def begin_after(self, batch: StepBatch) -> StepBatch | None:
         """Begins the step after ``batch``, which has been computed, ends no sequence, and is booked next.

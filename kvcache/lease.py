@@ -10,41 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from farsight.core.errors import IntegrityError
 from farsight.core.messages.plans import FinishedSequence
 from farsight.core.request import Residency, SequenceStatus
+from farsight.kvcache.batch_draft import BatchDraft
 from farsight.kvcache.block_manager import BlockHashes, BlockManager
 from farsight.kvcache.cutting_off import is_cut_off, seconds_until_cut_off
 from farsight.kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from farsight.kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
-
-
-@dataclass(slots=True)
-class BatchDraft:
-    """A batch in the making.
-
-    Attributes:
-        prompts_left: Prompt tokens that it may still take.
-        within_grants: Whether sequences go no further than their slots say.
-        arising: Hashes of the full blocks that the first ``num_seen`` items compute.
-        refused: Whether a sequence was left out that the next step may take, even if no event comes before it.
-        rests: Whether a sequence was left out because its slot lets others go first.
-    """
-
-    tokens_left: int
-    prompts_left: int
-    within_grants: bool = True
-    items: list[StepItem] = field(default_factory=list)
-    chosen: list[SequenceState] = field(default_factory=list)
-    may_start: bool = True
-    arising: set[int] = field(default_factory=set)
-    num_seen: int = 0
-    short_blocks: int = 0
-    out_of_grants: bool = False
-    refused: bool = False
-    rests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +63,7 @@ class LeaseExecutor(PlanExecutor):
         self._running: list[SequenceState] = []  # of the step that runs or has run last
         self._busy: dict[str, StepBatch] = {}  # in a step that has begun, where another may begin beside it
         self._may_repeat = False  # whether the step begun last was free of waits that end by themselves
+        self._chosen_in = -1  # ``revision`` when a step was chosen last
         self._ahead: _StepAhead | None = None
 
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
@@ -187,6 +163,7 @@ class LeaseExecutor(PlanExecutor):
         waits = draft.refused or draft.short_blocks or self._copies or self._in_flight
         cut_off_s = seconds_until_cut_off(draft.chosen) if draft.within_grants else math.inf
         self._may_repeat = not waits and self.max_in_flight == 1 and cut_off_s == math.inf
+        self._chosen_in = self.revision
         for held in self._running:
             if held.status is SequenceStatus.RUNNING:
                 held.status = SequenceStatus.PAUSED
@@ -227,20 +204,52 @@ class LeaseExecutor(PlanExecutor):
             draft.out_of_grants = True
         return draft
 
-    def step_after(self, batch: StepBatch) -> StepBatch | None:
-        """Returns the step after one that only decodes: all its sequences go on, and no other joins them."""
-        if not self._may_repeat:
+    def step_after(self, batch: StepBatch, *, unread: bool = False) -> StepBatch | None:
+        """Returns the step after one that only decodes: all its sequences go on, and no other joins them.
+
+        An ``unread`` one may also follow the last chunks of prompts.
+        """
+        alone = unread and self._is_alone(batch)
+        if not alone and (not self._may_repeat or (unread and self.revision != self._chosen_in)):
             return None
         items, turning = [], []
+        size = self.blocks.block_size
         for item in batch.items:
             held = self._held[item.request_id]
-            if item.num_tokens > 1 or not item.samples or _steps_granted(held) < 2:
+            if not item.samples or item.drafts or (item.num_tokens > 1 and not unread):
                 return None
-            items.append(item._replace(start=item.start + 1))
-            if (item.start + 1) % self.blocks.block_size == 0:
-                turning.append((item.request_id, item.start + 2))
+            if _steps_granted(held) < 2:
+                if alone and held.tokens_left == 1:
+                    continue
+                return None
+            start = item.start + item.num_tokens
+            items.append(StepItem(item.request_id, start, 1, True, item.blocks))
+            if start % size == 0:
+                turning.append((item.request_id, start + 1))
+        if not items:
+            return None
         self._ahead = _StepAhead(batch, StepBatch(tuple(items)), self.revision, turning)
         return self._ahead.batch
+
+    def _is_alone(self, batch: StepBatch) -> bool:
+        """Returns whether a begun step has all sequences that are held, and all of them may go on."""
+        if len(self._held) != len(batch.items) or self._stalled or self._copies or self._in_flight:
+            return False
+        running = (self._held[item.request_id] for item in batch.items)
+        return self.max_in_flight == 1 and all(
+            held.residency is Residency.DEVICE and not (held.slot.rests or held.slot.cut_off_at_s) for held in running
+        )
+
+    def rest_of(self, batch: StepBatch) -> StepBatch | None:
+        items = tuple(item for item in batch.items if self._is_due(item))
+        return (batch if len(items) == len(batch.items) else StepBatch(items)) if items else None
+
+    def _is_due(self, item: StepItem) -> bool:
+        """Returns whether an item begins where its sequence stands."""
+        held = self._held.get(item.request_id)
+        return (
+            held is not None and held.computed_len == item.start and self.blocks.table(item.request_id) is item.blocks
+        )
 
     def begin_after(self, batch: StepBatch) -> StepBatch | None:
         ahead, self._ahead = self._ahead, None
@@ -250,7 +259,7 @@ class LeaseExecutor(PlanExecutor):
         return ahead.batch if fits else None
 
     def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
-        num_tokens = 1 if wanted == 1 else _share(wanted, draft)
+        num_tokens = 1 if wanted == 1 else draft.share(wanted)
         reach = held.computed_len + num_tokens
         table = self.blocks.grow(held.request_id, reach)
         if table is not None:
@@ -276,7 +285,7 @@ class LeaseExecutor(PlanExecutor):
         table = self.blocks.grow(held.request_id, held.num_tokens)
         assert table is not None, "there is room"
         self._begin_at(held, len(cached) * self.blocks.block_size)
-        self._add(held, _share(wanted - held.computed_len, draft), table, draft)
+        self._add(held, draft.share(wanted - held.computed_len), table, draft)
         return True
 
     def _has_room(self, needed: int, draft: BatchDraft) -> bool:
@@ -474,11 +483,6 @@ class LeaseExecutor(PlanExecutor):
 def _decodes(held: SequenceState) -> bool:
     """Returns whether the sequence's next step computes the one token that the last step yielded."""
     return held.num_tokens > held.prompt_len and held.num_tokens - held.computed_len == 1
-
-
-def _share(wanted: int, draft: BatchDraft) -> int:
-    """Returns how many of ``wanted`` tokens the step can take; one token is a decode, free of the limit on prompts."""
-    return min(wanted, draft.tokens_left, draft.prompts_left if wanted > 1 else 1)
 
 
 def _steps_granted(held: SequenceState) -> int:

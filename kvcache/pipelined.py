@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 from farsight.core.errors import IntegrityError
 from farsight.core.messages.plans import FinishedSequence
 from farsight.core.request import Residency, SequenceStatus
+from farsight.kvcache.batch_draft import BatchDraft
 from farsight.kvcache.block_manager import BlockManager
 from farsight.kvcache.executor import NO_FURTHER, SequenceState
-from farsight.kvcache.lease import BatchDraft, LeaseExecutor
+from farsight.kvcache.lease import LeaseExecutor
 from farsight.kvcache.step_batch import BatchLimits, StepBatch
 
 

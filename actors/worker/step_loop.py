@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from farsight.core.costs import StepCost
 from farsight.core.errors import RankLost, WorkerBroken
 from farsight.core.messages.step_times import StepSample
+from farsight.engine.runner import Launch
 from farsight.engine.step_results import IterationCutOff, StepFault
 from farsight.kvcache.step_batch import step_sample
 
@@ -196,7 +197,12 @@ class StepLoop:
             began_at, cpu_s = time.perf_counter(), time.thread_time()
             gap_s = None if ended_at is None else began_at - ended_at
             self._note(batch)
-            tokens, failure = self._execute(batch, unbooked)
+            launch, failure = self._launch(batch)
+            if launch is Launch.BEFORE and ended_at is not None:
+                began_at, gap_s = ended_at, 0.0  # the device began it then
+            tokens: list[int | None] = []
+            if failure is None:
+                tokens, failure = self._execute(batch, unbooked, launched=launch is not Launch.NOT)
             self._judge(failure)
             ended_at, cpu_s = time.perf_counter(), time.thread_time() - cpu_s
             self._note(None)
@@ -266,9 +272,19 @@ class StepLoop:
             aborted, self._aborted = self._aborted, []
             self._on_abort(aborted)
 
-    def _execute(self, batch: StepBatch, unbooked: _Computed | None) -> tuple[list[int | None], Exception | None]:
+    def _launch(self, batch: StepBatch) -> tuple[Launch, Exception | None]:
+        """Launches a step where the device can, and the one after it: this thread books while the device computes."""
+        try:
+            with self._lock:
+                return self._worker.launch(batch), None
+        except Exception as error:  # as of ``_compute``
+            return Launch.NOT, error
+
+    def _execute(
+        self, batch: StepBatch, unbooked: _Computed | None, *, launched: bool
+    ) -> tuple[list[int | None], Exception | None]:
         """Computes a step. If it is large or the last one is unbooked, the helper meanwhile books and looks ahead."""
-        if unbooked is None and len(batch.items) < LEAST_TO_LOOK_AHEAD:
+        if unbooked is None and (launched or len(batch.items) < LEAST_TO_LOOK_AHEAD):
             return self._compute(batch)
         helped = self._helper.submit(self._help, batch, unbooked)
         try:

@@ -53,11 +53,15 @@ class StaticDecode:
 
     Attributes:
         block_tables: int32 ``[rows, width]``; unused entries are any block.
-        kv_lens: int32 ``[rows]``: tokens each row attends over, its own included; at least 1.
+        kv_lens: int32 ``[rows]``: tokens each row attends over, its own included; at least 1, or 0 for a row that is
+            not there where there are ``chunks``.
+        chunks: int32 ``[blocks, 4]``, as of ``PagedLaunch``: blocks of consecutive tokens of chunks, of no tokens where
+            there is none; None where a step only decodes. A row's table is that of its number.
     """
 
     block_tables: Tensor
     kv_lens: Tensor
+    chunks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,13 @@ class StepSizes:
     Attributes:
         rows: Numbers of sequences, ascending; the last is the largest.
         widths: Widths of block tables, in blocks, likewise.
+        tokens: Numbers of tokens of steps with chunks, likewise; none for no such steps.
     """
 
-    def __init__(self, max_rows: int, max_width: int) -> None:
+    def __init__(self, max_rows: int, max_width: int, max_tokens: int = 0) -> None:
         self.rows = row_sizes(max_rows)
         self.widths = table_widths(max_width)
+        self.tokens = token_sizes(max_tokens)
 
     def num_rows(self, number: int) -> int | None:
         """The smallest of ``rows`` that holds so many; None if none does."""
@@ -52,6 +54,19 @@ def row_sizes(limit: int) -> list[int]:
         power = 1 << (sizes[-1].bit_length() - 1)
         sizes.append(power * 2 if sizes[-1] > power or power < 16 else power + power // 2)
     return [*(size for size in sizes if size < limit), limit]
+
+
+_TILE = 128
+"""Rows that matrix products take at once: up to a multiple of that, padding costs nothing."""
+
+MOST_TOKENS = 2048
+"""A larger step keeps the device busy for longer than the host needs to launch it, operation by operation."""
+
+
+def token_sizes(limit: int) -> list[int]:
+    """Returns 16, 32, 64, then multiples of 128 up to ``MOST_TOKENS``: as far as ``limit`` needs them."""
+    sizes = [16, 32, 64, *range(_TILE, MOST_TOKENS + 1, _TILE)]
+    return sizes[: bisect_left(sizes, limit) + 1] if limit else []
 
 
 def table_widths(limit: int) -> list[int]:

@@ -120,19 +120,39 @@ class TritonAttention:
     def begin_static(self, decode: StaticDecode, pool: KVPool) -> TritonStepAttention:
         """Begins repeated steps; see ``AttentionBackend.begin_static``."""
         rows, width = decode.block_tables.shape
-        launch = PagedLaunch(decode.block_tables, decode.kv_lens, self._kernels.num_parts(width * pool.block_size))
-        return TritonStepAttention(pool, [launch], self._windows, self._kernels, self._reserve(rows))
+        launches = [PagedLaunch(decode.block_tables, decode.kv_lens, self._kernels.num_parts(width * pool.block_size))]
+        if decode.chunks is not None:  # behind the rows: those that are not there leave rubbish in rows of chunks
+            launches.append(PagedLaunch(decode.block_tables, decode.chunks, 0))
+        return TritonStepAttention(pool, launches, self._windows, self._kernels, self._reserve(rows))
 
     def _rows(self, part: DecodePart) -> PagedLaunch:
         device = part.block_tables.device
         lens = torch.tensor(part.kv_lens, dtype=torch.int32, device=device)
         return PagedLaunch(part.block_tables.int(), lens, self._kernels.num_parts(max(part.kv_lens)))
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a chunk that a program takes."""
+        return self._kernels.block_tokens
+
     def _chunks(self, part: PrefillPart, first_row: int) -> PagedLaunch:
-        """Cuts chunks into blocks of tokens, those with the most keys first: they take longest."""
-        size = self._kernels.block_tokens
+        items = torch.from_numpy(self.cut_chunks(part.chunk_lens, part.kv_lens, first_row, 0))
+        return PagedLaunch(part.block_tables.int(), items.to(part.block_tables.device), 0)
+
+    def cut_chunks(
+        self, chunk_lens: tuple[int, ...], kv_lens: tuple[int, ...], first_row: int, first_table: int
+    ) -> np.ndarray:
+        """Cuts chunks into blocks of tokens, those with the most keys first: they take longest.
+
+        Args:
+            first_row: Row of the first token of all; ``first_table`` is that of the first table.
+
+        Returns:
+            int32 ``[blocks, 4]``, as of ``PagedLaunch``.
+        """
+        size = self.block_tokens
         blocks = []
-        for chunk, (chunk_len, kv_len) in enumerate(zip(part.chunk_lens, part.kv_lens, strict=True)):
+        for chunk, (chunk_len, kv_len) in enumerate(zip(chunk_lens, kv_lens, strict=True), first_table):
             done = np.arange(0, chunk_len, size, dtype=np.int32)
             found = np.empty((len(done), 4), dtype=np.int32)
             found[:, 0] = chunk
@@ -142,8 +162,7 @@ class TritonAttention:
             blocks.append(found)
             first_row += chunk_len
         items = np.concatenate(blocks)
-        items = items[np.argsort(-items[:, 2:].sum(1), kind="stable")]
-        return PagedLaunch(part.block_tables.int(), torch.from_numpy(items).to(part.block_tables.device), 0)
+        return np.ascontiguousarray(items[np.argsort(-items[:, 2:].sum(1), kind="stable")])
 
     def _reserve(self, rows: int) -> tuple[Tensor, Tensor]:
         if rows > len(self._scratch[0]):

@@ -107,9 +107,10 @@ def load_gpu_device(
     num_blocks = num_pool_blocks(engine, token_bytes, context_len, _free_bytes(config, weights, engine))
     num_bytes = int(AUTO_SHARE / num_replicas * available_bytes())
     num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_blocks if swaps else 0, num_bytes)
-    pool = KVPool(config, num_blocks=num_blocks, block_size=engine.kv_block_size, dtype=dtype, device=engine.device)
+    size = engine.kv_block_size
+    pool = KVPool(config, num_blocks=num_blocks, block_size=size, dtype=dtype, device=engine.device, spare=True)
     max_model_len = min(context_len, pool.num_slots)
-    sizes = StepSizes(engine.max_num_seqs, -(-max_model_len // pool.block_size))
+    sizes = StepSizes(engine.max_num_seqs, -(-max_model_len // size), engine.max_batch_tokens)
     backend = GraphBackend(
         config,
         weights,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from farsight.core.errors import ConfigError
 from farsight.engine.attention.attention import AttentionBackend, StepLayout
@@ -18,7 +19,9 @@ from farsight.engine.attention.layout import (
     StepSizes,
     build_layout,
     check_row_tokens,
+    fill_rows,
     find_given_rows,
+    find_sample_rows,
     layout_of,
 )
 from farsight.engine.attention.torch_attention import TorchAttention
@@ -29,11 +32,13 @@ from farsight.engine.models.model import DecoderModel, last_hidden
 from farsight.engine.native.library import NativeUnavailable
 from farsight.engine.native.model import NativeBackend, matrix_problem, native_problem
 from farsight.engine.native.sampler import NativeSampler
-from farsight.engine.sampling.sampler import Sampler, StepLogits
+from farsight.engine.sampling.sampler import Sampler, StepLogits, likeliest
 from farsight.engine.sequence import Sequence
 from farsight.engine.steps.compiles import CompileCounter
-from farsight.engine.steps.decode_graphs import Capture, DecodeGraphs
-from farsight.kvcache import StepBatch
+from farsight.engine.steps.decode_graphs import DecodeGraphs, LaunchedTokens, Wait
+from farsight.engine.steps.mixed_graphs import MixedGraphs, MixedSize
+from farsight.engine.steps.recording import Capture
+from farsight.kvcache import StepBatch, StepItem
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +87,28 @@ class ReadyBackend(StepBackend, Protocol):
         ...
 
 
+@runtime_checkable
+class LaunchingBackend(ReadyBackend, Protocol):
+    """A model that also launches steps without waiting for them."""
+
+    def launch(
+        self, items: list[StepItem], sequences: Mapping[str, Sequence], sources: list[int] | None = None
+    ) -> Wait | None:
+        """Launches a step of ordered items; ``likeliest`` chooses its tokens, one of each item that samples.
+
+        Args:
+            sources: For each item, which has one token then: the row of the step launched last that yields that token.
+                None if tokens are known.
+
+        Returns:
+            None if such a step is not recorded.
+
+        Raises:
+            IntegrityError: An item asks for tokens or blocks that are not there, or the vocabulary lacks a token.
+        """
+        ...
+
+
 class TorchBackend:
     """Torch operations, one by one."""
 
@@ -124,15 +151,16 @@ class TorchBackend:
             self._pool.clear_blocks(layout.opened_blocks)
         self._model.cut_off_at(self.cut_off_at_s)
         attention = self._attention.begin_step(layout, self._pool)
-        if not with_hidden:
-            return StepLogits(self._model.forward(layout, self._pool, attention), None)
-        rows = self._model.rows(layout, self._pool, attention)
-        hidden = last_hidden(rows, self._model.config, self._model.weights.norm)
+        return self._found(self._model.rows(layout, self._pool, attention), with_hidden=with_hidden)
+
+    def _found(self, rows: Tensor, *, with_hidden: bool) -> StepLogits:
+        """Returns what is wanted of rows behind the last layer."""
+        hidden = last_hidden(rows, self._model.config, self._model.weights.norm) if with_hidden else None
         return StepLogits(self._model.logits(rows), None, hidden)
 
 
 class GraphBackend(TorchBackend):
-    """Torch operations; steps that only decode are recorded at the start and replayed.
+    """Torch operations; steps that only decode, and those with prompts up to a size, are recorded and replayed.
 
     Attributes:
         compiles: Counts kernels compiled while serving, once the owner has begun it.
@@ -161,7 +189,9 @@ class GraphBackend(TorchBackend):
         super().__init__(config, weights, pool, max_len, attention, compiled=compiled)
         self.compiles = CompileCounter()
         self._synchronize = synchronize
-        self._graphs = DecodeGraphs(self._model, pool, attention, sizes, capture)
+        self._launched = LaunchedTokens(sizes.rows[-1], pool.device)
+        self._mixed = MixedGraphs(self._model, pool, attention, sizes, capture)  # the largest first: they share memory
+        self._graphs = DecodeGraphs(self._model, pool, attention, sizes, capture, self._launched)
 
     def run(
         self,
@@ -173,20 +203,56 @@ class GraphBackend(TorchBackend):
         with_hidden: bool = False,
     ) -> StepLogits:
         items = [batch.items[i] for i in order]
-        plain = not (more_rows or with_hidden or find_given_rows(items, sequences)) and items
-        size = self._graphs.find(items) if plain else None
-        if size is None:
+        recorded = items and not find_given_rows(items, sequences)
+        size = self._graphs.find(items) if recorded and not more_rows and not with_hidden else None
+        if size is not None:
+            return StepLogits(*self._graphs.run(size, self._inputs(items, sequences)))
+        mixed = self._mixed.find(items) if recorded else None
+        if mixed is None:
             found = super().run(batch, order, sequences, more_rows, with_hidden=with_hidden)
-            if not len(found.logits):
-                self._synchronize()
-            return found
-        inputs = DecodeInputs.ahead(items, sequences, self._pool.block_size)
-        inputs.complete()
-        return StepLogits(*self._graphs.run(size, inputs))
+        else:
+            found = self._run_mixed(mixed, items, sequences, more_rows, with_hidden=with_hidden)
+        if not len(found.logits):
+            self._synchronize()
+        return found
 
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
         size = self._graphs.find(inputs.items)
         return super().run_ready(inputs) if size is None else StepLogits(*self._graphs.run(size, inputs))
+
+    @torch.inference_mode()
+    def _run_mixed(
+        self,
+        size: MixedSize,
+        items: list[StepItem],
+        sequences: Mapping[str, Sequence],
+        more_rows: list[int] | None = None,
+        *,
+        with_hidden: bool = False,
+    ) -> StepLogits:
+        """Launches a step, waits for nothing."""
+        filled = fill_rows(items, sequences, self._pool.block_size)
+        rows = self._mixed.launch(size, items, filled, find_sample_rows(items, more_rows))
+        return self._found(rows, with_hidden=with_hidden)
+
+    @torch.inference_mode()
+    def launch(
+        self, items: list[StepItem], sequences: Mapping[str, Sequence], sources: list[int] | None = None
+    ) -> Wait | None:
+        size = self._graphs.find(items)
+        if size is not None:
+            return self._graphs.launch(size, self._inputs(items, sequences, known=sources is None), sources)
+        mixed = None if sources is not None or find_given_rows(items, sequences) else self._mixed.find(items)
+        if mixed is None:
+            return None
+        best = likeliest(self._run_mixed(mixed, items, sequences).logits)
+        self._launched.tokens[: len(best)].copy_(best)
+        return self._launched.begin_reading(len(best))
+
+    def _inputs(self, items: list[StepItem], sequences: Mapping[str, Sequence], *, known: bool = True) -> DecodeInputs:
+        inputs = DecodeInputs.ahead(items, sequences, self._pool.block_size)
+        inputs.complete(None if known else [0] * len(items))
+        return inputs
 
 
 def make_backend(

@@ -1,12 +1,12 @@
 """Steps that only decode, recorded once for each size and then replayed without operator calls from Python.
 
 A recorded step reads and writes memory at fixed addresses. Before each replay the host writes token ids, positions,
-slots, lengths and block tables into it, with two copies. A step is padded up to the next size that was recorded.
+slots, lengths and block tables into it, with two copies. A step is padded up to the next size that was recorded. A step
+may be launched before the tokens of the one before it are known: it takes them from where that one leaves them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -15,18 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from farsight.engine import cuda
 from farsight.engine.attention.attention import AttentionBackend, StaticDecode, StepLayout
 from farsight.engine.attention.layout import DecodeInputs, StepSizes, check_row_tokens, find_opened_blocks
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.models.model import DecoderModel
 from farsight.engine.sampling.sampler import likeliest
+from farsight.engine.steps.recording import Capture, Mirrored, Recordings, can_record
 from farsight.kvcache import StepItem
 
 logger = logging.getLogger(__name__)
 
-Capture = Callable[[Callable[[], object]], Callable[[], None]]
-"""Runs work and records it; returns a function that runs it again. Without a GPU: ``lambda run: run``. A recording
-holds kernels and addresses only, so its owner keeps the work, and with it the memory that it reads."""
+Wait = Callable[[], list[int]]
+"""Returns the token of each row of a launched step when the step is done."""
 
 
 class DecodeSize(NamedTuple):
@@ -34,18 +35,6 @@ class DecodeSize(NamedTuple):
 
     rows: int
     width: int
-
-
-class RecordedStep(NamedTuple):
-    """A step to be replayed.
-
-    Attributes:
-        work: The recorded work. Kept because it alone holds the constants that the kernels read.
-    """
-
-    inputs: StaticInputs
-    work: Callable[[], object]
-    replay: Callable[[], None]
 
 
 class StaticInputs:
@@ -58,32 +47,29 @@ class StaticInputs:
 
     def __init__(self, size: DecodeSize, device: torch.device) -> None:
         self._size = size
-        pinned = device.type == "cuda"  # so that the host need not wait for the copies
-        self._host_rows = torch.zeros(3, size.rows, dtype=torch.int64, pin_memory=pinned)
+        self._rows = Mirrored(3 * size.rows, torch.int64, device)
         # Tables begin at a multiple of 16 bytes, as separate tensors do: Triton compiles for the alignment that it
         # finds.
         self._tables_at = -(-size.rows // 4) * 4
-        num_lens = self._tables_at + size.rows * size.width
-        self._host_lens = torch.zeros(num_lens, dtype=torch.int32, pin_memory=pinned)
-        self._host_lens[: size.rows] = 1
-        self.rows = self._host_rows.to(device)
-        self._lens = self._host_lens.to(device)
-        tables = self._lens[self._tables_at :].view(size)
-        self.decode = StaticDecode(block_tables=tables, kv_lens=self._lens[: size.rows])
+        self._lens = Mirrored(self._tables_at + size.rows * size.width, torch.int32, device)
+        self.rows = self._rows.there.view(3, size.rows)
+        tables = self._lens.there[self._tables_at :].view(size)
+        self.decode = StaticDecode(block_tables=tables, kv_lens=self._lens.there[: size.rows])
+        self.decode.kv_lens.fill_(1)
 
     def fill(self, inputs: DecodeInputs, vocab_size: int) -> None:
-        """Writes a step of single tokens into the inputs; the steps before it have ended.
+        """Writes a step of single tokens into the inputs; the steps but the last before it have ended.
 
         Raises:
             IntegrityError: The vocabulary lacks a token.
         """
         num_items, size = len(inputs.items), self._size
         check_row_tokens(inputs.rows, vocab_size)
-        rows = self._host_rows.numpy()
+        rows = self._rows.take().reshape(3, size.rows)
         rows[:, :num_items] = inputs.rows
         # A padding row computes what the last row does, and writes the same values into the same place.
         rows[:, num_items:] = rows[:, num_items - 1 : num_items]
-        lens = self._host_lens.numpy()
+        lens = self._lens.take()
         lens[:num_items] = inputs.lengths[:, 1]
         lens[num_items : size.rows] = lens[num_items - 1]
         tables = lens[self._tables_at :].reshape(size)
@@ -91,8 +77,46 @@ class StaticInputs:
         tables[:num_items, :width] = inputs.tables
         tables[:num_items, width:] = inputs.tables[:, :1]
         tables[num_items:] = tables[num_items - 1]
-        self.rows.copy_(self._host_rows, non_blocking=True)
-        self._lens.copy_(self._host_lens, non_blocking=True)
+        self._rows.send()
+        self._lens.send()
+
+
+class LaunchedTokens:
+    """The tokens that steps yield, on the device; the next step is fed from there, and the host reads them later.
+
+    Attributes:
+        tokens: int64 ``[rows]``, of the step launched last; ``NO_TOKEN`` for a row without one.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.tokens = torch.empty(max_rows, dtype=torch.int64, device=device)
+        self._sources = Mirrored(max_rows, torch.int64, device)
+        self._read = [torch.empty(max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._mark = cuda.marker(device)
+
+    def feed(self, sources: list[int], token_ids: Tensor) -> None:
+        """Writes tokens into the inputs of the next step, int64 ``[rows]``: of these rows; the rest as the last one."""
+        places, num_rows = self._sources.take(), len(token_ids)
+        places[: len(sources)] = sources
+        places[len(sources) : num_rows] = sources[-1]
+        self._sources.send(num_rows)
+        torch.index_select(self.tokens, 0, self._sources.there[:num_rows], out=token_ids)
+        token_ids.clamp_(min=0)  # a row without a token goes on with any: an unknown one would cost the device
+
+    def begin_reading(self, num_rows: int) -> Wait:
+        """Begins to copy the tokens of a launched step to the host; at most two steps are on their way."""
+        self._read.reverse()
+        host = self._read[0]
+        host[:num_rows].copy_(self.tokens[:num_rows], non_blocking=True)
+        done = self._mark()
+
+        def wait() -> list[int]:
+            done()
+            tokens: list[int] = host[:num_rows].tolist()
+            return tokens
+
+        return wait
 
 
 class DecodeGraphs:
@@ -101,6 +125,7 @@ class DecodeGraphs:
     Args:
         sizes: Sizes of the recorded steps.
         capture: Records work.
+        launched: Takes the likeliest token of each row.
     """
 
     def __init__(
@@ -110,38 +135,28 @@ class DecodeGraphs:
         attention: AttentionBackend,
         sizes: StepSizes,
         capture: Capture,
+        launched: LaunchedTokens,
     ) -> None:
         self._model = model
         self._pool = pool
         self._attention = attention
         self._sizes = sizes
-        vocab_size = model.config.vocab_size
-        max_rows = sizes.rows[-1]
+        self._launched = launched
+        max_rows, vocab_size = sizes.rows[-1], model.config.vocab_size
         self._logits = torch.empty(max_rows, vocab_size, dtype=torch.float32, device=pool.device)
-        self._best = torch.empty(max_rows, dtype=torch.int64, device=pool.device)
-        self._steps: dict[DecodeSize, RecordedStep] = {}
-        began_at = time.monotonic()
-        if model.config.experts is None:
-            self._record(capture)
+        self._steps: Recordings[DecodeSize, StaticInputs] = Recordings(capture)
+        if can_record(model):
+            began_at = time.monotonic()
+            widths, rows = sizes.widths, sizes.rows
+            wanted = [DecodeSize(num_rows, width) for width in reversed(widths) for num_rows in reversed(rows)]
+            self._steps.record(wanted, self._prepare)
+            logger.info("%d steps that decode recorded in %.1f s", len(self._steps), time.monotonic() - began_at)
         else:  # which experts compute depends on the tokens, and the host asks which
             logger.info("a model with experts: steps are not recorded")
-        logger.info("%d steps recorded in %.1f s", len(self._steps), time.monotonic() - began_at)
 
-    @torch.inference_mode()
-    def _record(self, capture: Capture) -> None:
-        """Records the sizes, the largest first, so that the others find room in its memory."""
-        widths, rows = self._sizes.widths, self._sizes.rows
-        sizes = [DecodeSize(num_rows, width) for width in reversed(widths) for num_rows in reversed(rows)]
-        for size in sizes:
-            inputs = StaticInputs(size, self._pool.device)
-            with contextlib.suppress(torch.OutOfMemoryError):
-                work = self._step(inputs, size.rows)
-                self._steps[size] = RecordedStep(inputs, work, capture(work))
-        lacking = len(sizes) - len(self._steps)
-        if lacking:
-            logger.warning("no memory to record %d of %d sizes of steps: they are slower", lacking, len(sizes))
-
-    def _step(self, inputs: StaticInputs, num_rows: int) -> Callable[[], None]:
+    def _prepare(self, size: DecodeSize) -> tuple[StaticInputs, Callable[[], None]]:
+        """Returns the inputs of a size, and the work to record."""
+        inputs, num_rows = StaticInputs(size, self._pool.device), size.rows
         attention = self._attention.begin_static(inputs.decode, self._pool)
         token_ids, positions, slot_ids = inputs.rows.unbind(0)
         layout = StepLayout(
@@ -157,9 +172,9 @@ class DecodeGraphs:
         def run() -> None:
             logits = self._model.forward(layout, self._pool, attention)
             self._logits[:num_rows].copy_(logits)
-            self._best[:num_rows].copy_(likeliest(logits))
+            self._launched.tokens[:num_rows].copy_(likeliest(logits))
 
-        return run
+        return inputs, run
 
     def find(self, items: list[StepItem]) -> DecodeSize | None:
         """Finds the smallest recorded size that holds a step; None if it does not only decode, or none holds it."""
@@ -173,20 +188,29 @@ class DecodeGraphs:
         return size if size in self._steps else None
 
     @torch.inference_mode()
-    def run(self, size: DecodeSize, inputs: DecodeInputs) -> tuple[Tensor, list[int]]:
+    def launch(self, size: DecodeSize, inputs: DecodeInputs, sources: list[int] | None = None) -> Wait:
         """Replays a step of a size that ``find`` has given.
 
-        Returns:
-            Logits, float32 ``[items, vocab]``, overwritten by the next step, and ``likeliest`` of them.
+        Args:
+            sources: For each item: the row of the step launched last that yields its token. None if tokens are known.
 
         Raises:
             IntegrityError: The vocabulary lacks a token.
         """
-        step, items = self._steps[size], inputs.items
+        step = self._steps[size]
         if self._attention.reads_whole_blocks:
-            opened = find_opened_blocks(items, self._pool.block_size)
-            self._pool.clear_blocks(torch.tensor(opened, dtype=torch.int64, device=self._pool.device))
+            self._pool.clear_blocks(self._pool.indices(find_opened_blocks(inputs.items, self._pool.block_size)))
         step.inputs.fill(inputs, self._model.config.vocab_size)
+        if sources is not None:
+            self._launched.feed(sources, step.inputs.rows[0])
         step.replay()
-        best: list[int] = self._best[: len(items)].tolist()
-        return self._logits[: len(items)], best
+        return self._launched.begin_reading(len(inputs.items))
+
+    def run(self, size: DecodeSize, inputs: DecodeInputs) -> tuple[Tensor, list[int]]:
+        """Replays a step whose tokens are known, and waits for it; raises as ``launch``.
+
+        Returns:
+            Logits, float32 ``[items, vocab]``, overwritten by the next step, and ``likeliest`` of them.
+        """
+        best = self.launch(size, inputs)()
+        return self._logits[: len(inputs.items)], best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,14 +20,15 @@ from farsight.engine.checkpoint.weights import Progress, load_weights
 from farsight.engine.kv_pool import KVPool, pool_dtype
 from farsight.engine.models.quantize import quantize_weights, tell_of_rounding
 from farsight.engine.native.model import NativeBackend
-from farsight.engine.runner import Runner
+from farsight.engine.runner import Launch, Runner
 from farsight.engine.sampling.sampler import NO_TOKEN, PromptRows, Sampler, StepLogits, find_prompt_rows
 from farsight.engine.sampling.step_rows import RowsToPool, find_rows_to_pool, pool_rows, sampled_rows, tokens_that_stand
 from farsight.engine.sampling.token_masks import MaskedRows, begin_masks
 from farsight.engine.sequence import Sequence
 from farsight.engine.step_results import ItemLogprobs, LoggedTokens, NoToken, PooledRows, StepFault
-from farsight.engine.steps.backends import ReadyBackend, StepBackend, make_backend, make_sampler
+from farsight.engine.steps.backends import LaunchingBackend, ReadyBackend, StepBackend, make_backend, make_sampler
 from farsight.engine.steps.careful_steps import CarefulSteps, fault_of
+from farsight.engine.steps.decode_graphs import Wait
 from farsight.kvcache import StepBatch, StepItem
 
 _PADS = "\0pads"
@@ -50,6 +52,19 @@ class _Ready:
     run: Callable[[DecodeInputs], StepLogits]
     plain: bool
     token_ids: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way on the device, of which nothing is known yet.
+
+    Attributes:
+        order: Indices in ``batch`` of the items that yield a token, by row.
+    """
+
+    batch: StepBatch
+    order: list[int]
+    wait: Wait
 
 
 class ModelRunner(Runner):
@@ -82,6 +97,7 @@ class ModelRunner(Runner):
         self._is_lost = is_lost
         self.sampler = sampler or make_sampler(backend, config.eos_token_ids)
         self._ready: _Ready | None = None
+        self._launched: deque[_Launched] = deque()
         self._pads = Sequence.of(Request(_PADS, 0, "", (0,) * max_model_len, SamplingParams(1)))
 
     @classmethod
@@ -160,6 +176,46 @@ class ModelRunner(Runner):
             raise IntegrityError("a step goes on that was not got ready")
         self._ready.token_ids = token_ids
 
+    def launch(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> Launch:
+        """Launches a step that is recorded and takes the likeliest tokens; raises as ``execute``."""
+        if self._launched:
+            return Launch.BEFORE
+        return Launch.NOW if self._launch(batch, sequences) else Launch.NOT
+
+    def launch_after(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> bool:
+        return self._launch(batch, sequences, self._launched[-1])
+
+    def _launch(self, batch: StepBatch, sequences: Mapping[str, Sequence], before: _Launched | None = None) -> bool:
+        """Launches a step, behind the step that yields its tokens if they are not known; False if it cannot."""
+        if not isinstance(self.backend, LaunchingBackend) or batch.padding.items or batch.may_be_cut_off:
+            return False
+        if self._careful is not None and not self._careful.fits(batch):
+            return False
+        if not all(_is_plain(item, sequences[item.request_id]) for item in batch.items):
+            return False
+        order, sources = order_items(batch), None
+        if before is not None:
+            rows = {before.batch.items[i].request_id: row for row, i in enumerate(before.order)}
+            sources = [rows[batch.items[i].request_id] for i in order]
+        wait = self.backend.launch([batch.items[i] for i in order], sequences, sources)
+        if wait is None:
+            return False
+        self._launched.append(_Launched(batch, [i for i in order if batch.items[i].samples], wait))
+        return True
+
+    def forget_launched(self) -> None:
+        while self._launched:
+            self._launched.popleft().wait()  # the next step writes where the device may still read
+
+    def _execute_launched(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
+        """Waits for the step launched first, of which ``batch`` is what is still wanted."""
+        launched = self._launched.popleft()
+        drawn = launched.wait()
+        tokens = {launched.batch.items[i].request_id: token for i, token in zip(launched.order, drawn, strict=True)}
+        found = [tokens.get(item.request_id) for item in batch.items]
+        # Why a row has no token is seen by its logits, which are gone: the step runs again, and writes what it has.
+        return self._execute(batch, sequences) if NO_TOKEN in found else found
+
     def execute(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> list[int | None]:
         """Runs a step and samples.
 
@@ -175,6 +231,8 @@ class ModelRunner(Runner):
             IterationCutOff: The step took longer than ``batch.cut_off_s``. It may have written keys and values of its
                 own positions; a later step writes them again.
         """
+        if self._launched:
+            return self._execute_launched(batch, sequences)
         self.backend.cut_off_at_s = time.monotonic() + batch.cut_off_s
         if self._careful is None:
             return self._execute(batch, sequences)
@@ -334,3 +392,10 @@ class ModelRunner(Runner):
         rows = iter(self.backend.run(batch, order, sequences).logits.clone())
         by_item = {i: next(rows) for i in order if batch.items[i].samples}
         return [by_item.get(i) for i in range(len(batch.items))]
+
+
+def _is_plain(item: StepItem, sequence: Sequence) -> bool:
+    """Returns whether an item brings its likeliest token and nothing else, without rows of images."""
+    if not sequence.sampling.plain or sequence.sampling.pooling or sequence.prompt_logprobs is not None:
+        return False
+    return not item.drafts and not sequence.image_problem

@@ -92,7 +92,9 @@ def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int, as_json: bo
     pool, max_model_len = runner.pool, runner.max_model_len
     if max_model_len < SMALLEST_CHUNK:
         raise ConfigError("--max-model-len", max_model_len, f"an integer >= {SMALLEST_CHUNK}")
-    limits = StepLimits(engine.max_num_seqs, engine.max_batch_tokens, max_model_len, pool.block_size, pool.num_blocks)
+    limits = StepLimits(
+        engine.max_num_seqs, engine.max_batch_tokens, max_model_len, pool.block_size, pool.num_slots // pool.block_size
+    )
     grid = step_grid(limits)
     if len(grid) * num_fitted(rounds) < MIN_SAMPLES:
         enough = next(each for each in itertools.count(rounds) if len(grid) * num_fitted(each) >= MIN_SAMPLES)

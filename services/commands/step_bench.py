@@ -60,7 +60,7 @@ class StepBench:
         ids = rng.integers(_FIRST_TOKEN_ID, runner.config.vocab_size, runner.max_model_len)
         self._token_ids: list[int] = ids.tolist()
         # Blocks scattered as in a used pool, and written once, because reads of untouched memory are free.
-        self._blocks: list[int] = rng.permutation(runner.pool.num_blocks).tolist()
+        self._blocks: list[int] = rng.permutation(runner.pool.num_slots // runner.pool.block_size).tolist()
         self._num_cleared = 0
 
     def run(self, shape: StepShape) -> tuple[StepSample, float]:

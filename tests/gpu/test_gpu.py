@@ -69,10 +69,10 @@ def make_runner(
 ) -> ModelRunner:
     """A runner over a pool full of NaN."""
     dtype = weights.embedding.dtype
-    pool = KVPool(config, num_blocks=num_blocks, block_size=PAGE_SIZE, dtype=dtype, device="cuda")
+    pool = KVPool(config, num_blocks=num_blocks, block_size=PAGE_SIZE, dtype=dtype, device="cuda", spare=True)
     for cache in (*pool.keys, *pool.values):
         cache.fill_(float("nan"))
-    sizes = StepSizes(max_rows, -(-max_len // PAGE_SIZE))
+    sizes = StepSizes(max_rows, -(-max_len // PAGE_SIZE), 512)
     if attention == "xformers":
         pytest.importorskip("xformers")
     kind = gpu_attention(attention, config, pool, sizes)

@@ -29,7 +29,7 @@ class Driver:
         self.sequences: dict[str, Sequence] = {}
         self.computed: dict[str, int] = {}
         self._tables: dict[str, list[int]] = {}
-        self._free = list(range(runner.pool.num_blocks))
+        self._free = list(range(runner.pool.num_slots // runner.pool.block_size))
         random.Random(seed).shuffle(self._free)
 
     def add(self, name: str, prompt_ids: list[int], **sampling: Any) -> None:

@@ -31,6 +31,7 @@ from farsight.policies.compose import swaps_kv
 from farsight.policies.interfaces import KvMoves, KvPolicy, KvView
 from farsight.policies.kv.newest_first import NewestGiveWay
 from farsight.policies.presets import PRESETS
+from tests.opcodes import num_opcodes
 from tests.published import smollm2
 from tests.unit.engine.driver import outputs_of
 
@@ -360,3 +361,27 @@ def test_every_preset_gives_the_same_tokens(preset: str, expected: list[tuple[in
     swaps = swaps_kv(SchedulerConfig(preset=preset)) and preset not in RECOMPUTING
     assert (traffic.offloads > 0) == (traffic.uploads > 0) == swaps
     assert traffic.recomputed_tokens > 0 or preset not in RECOMPUTING
+
+
+def test_prompts_are_planned_once(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the prompts take four times the work until the first step."""
+
+    class Begun(Exception):
+        """The first step is due."""
+
+    def step(self: Engine) -> None:
+        raise Begun
+
+    monkeypatch.setattr(Engine, "step", step)
+    engine_config = dataclasses.replace(ROOMY, max_num_seqs=400)
+
+    def cost(num: int) -> int:
+        engine = Engine(tiny_model_dir, dtype="float32", engine=engine_config)
+
+        def submit() -> None:
+            with pytest.raises(Begun):
+                engine.generate([[5 + i % 90, 6, 7] for i in range(num)], greedy(1))
+
+        return num_opcodes(submit)
+
+    assert cost(240) < 4.6 * cost(60)

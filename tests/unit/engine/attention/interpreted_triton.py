@@ -79,6 +79,31 @@ def test_the_same_memory_with_other_values() -> None:
         near(attention.attend(0, step.query, step.key, step.value), step.expected())
 
 
+def test_small_recorded_steps_with_chunks() -> None:
+    """Room for more rows and chunks than there are: the same bits as a step of just these."""
+    rows, width, blocks = 7, 5, 9
+    ints = torch.zeros(rows + blocks * 4 + rows * width, dtype=torch.int32)
+    lens, chunks, tables = ints.split([rows, blocks * 4, rows * width])
+    static = StaticDecode(tables.view(rows, width), lens, chunks.view(blocks, 4))
+    for decode, prefill in (([200, 64, 1], [(5, 70), (33, 33)]), ([], [(9, 130)]), ([90], [])):
+        step = PagedStep(decode, prefill, 3, 1)
+        attention = backend(step)
+        recorded = attention.begin_static(static, step.pool)
+        expected = attended(step, attention)
+        ints.zero_()
+        lens[: len(decode)] = torch.tensor(decode)
+        for part, first in ((step.layout.decode, 0), (step.layout.prefill, len(decode))):
+            if part is not None:
+                used = part.block_tables
+                static.block_tables[first : first + len(used), : used.shape[1]] = used
+        if prefill:
+            lens_of, ends = (tuple(each) for each in zip(*prefill, strict=True))
+            cut = attention.cut_chunks(lens_of, ends, len(decode), len(decode))
+            chunks[: cut.size] = torch.from_numpy(cut.ravel())
+        padded = (torch.cat([each, each[:1].expand(20, -1, -1)]) for each in (step.query, step.key, step.value))
+        assert torch.equal(recorded.attend(0, *padded)[: len(expected)], expected)
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_random_layouts(seed: int) -> None:
     """Groups, sizes of heads and pages, lengths, prefixes, windows and scores of any kind."""

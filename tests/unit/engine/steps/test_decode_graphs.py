@@ -25,7 +25,7 @@ from farsight.engine.kv_pool import KVPool
 from farsight.engine.models.model import DecoderModel
 from farsight.engine.sequence import Sequence
 from farsight.engine.steps.backends import GraphBackend, TorchBackend
-from farsight.engine.steps.decode_graphs import DecodeGraphs, DecodeSize, StaticInputs
+from farsight.engine.steps.decode_graphs import DecodeGraphs, DecodeSize, LaunchedTokens, StaticInputs
 from farsight.engine.steps.model_runner import ModelRunner
 from farsight.kvcache import StepBatch, StepItem
 from tests.unit.engine.driver import Driver
@@ -207,7 +207,8 @@ def test_which_steps_are_replayed(model_dir: Callable[[str], Path]) -> None:
     config = load_model_config(model_dir("gqa"))
     pool = KVPool(config, num_blocks=60, block_size=BLOCK, dtype=torch.float32)
     model = DecoderModel(config, load_weights(model_dir("gqa"), config, torch.float32), 240)
-    graphs = DecodeGraphs(model, pool, TorchAttention(config.sliding_windows), StepSizes(5, 60), Recorder())
+    launched = LaunchedTokens(5, torch.device("cpu"))
+    graphs = DecodeGraphs(model, pool, TorchAttention(config.sliding_windows), StepSizes(5, 60), Recorder(), launched)
 
     def find(*starts: int, num_tokens: int = 1, samples: bool = True) -> DecodeSize | None:
         return graphs.find([StepItem("a", start, num_tokens, samples, []) for start in starts])
@@ -226,7 +227,7 @@ def test_no_memory_to_record(runners: MakeRunners, caplog: pytest.LogCaptureFixt
     recorder = Recorder(room=2)
     with caplog.at_level(logging.WARNING):
         driver = Driver(runners("gqa", recorder)[0])
-    assert "no memory to record 10 of 12 sizes of steps" in caplog.text
+    assert "10 of 12 sizes of steps are not recorded, and slower: out of memory" in caplog.text
     driver.add("a", [5, 6, 7])
     driver.step(a=3)
     assert driver.step(a=1)[0] is not None
