@@ -60,27 +60,62 @@ def main() -> None:
             text, prompts = "\n\n".join(articles()), instructions(args.prompts)
             print(f"{path.name}: {rounding(path, text, prompts, args.tokens)}")
             continue
-        same_ids, same_tokens, margins = compare(path)
-        worst = f", furthest {max(margins):.3g} below the best logit" if margins else ""
-        print(
-            f"{path.name}: {same_ids} of {len(TEXTS)} texts have the same ids,"
-            f" {same_tokens} of {len(TEXTS)} greedy outputs of {NUM_TOKENS} tokens are the same{worst}"
+        print(f"{path.name}: {compare(path)}")
+
+
+@dataclass(slots=True)
+class Agreement:
+    """What llama.cpp makes of ``TEXTS`` and of our greedy outputs behind them.
+
+    Attributes:
+        texts: Their number.
+        same_ids: Texts with the same ids.
+        same_outputs: Outputs that llama.cpp would have given.
+        tokens: Tokens of all outputs.
+        best: Those that are the best to llama.cpp too, behind the same tokens.
+        furthest: How far below the best logit another one of them is at most.
+    """
+
+    texts: int = 0
+    same_ids: int = 0
+    same_outputs: int = 0
+    tokens: int = 0
+    best: int = 0
+    furthest: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.same_ids} of {self.texts} texts have the same ids, {self.same_outputs} of {self.texts} greedy"
+            f" outputs of {NUM_TOKENS} tokens are the same; {self.best} of {self.tokens} tokens"
+            f" ({100 * self.best / self.tokens:.1f} %) are llama.cpp's best behind the same tokens,"
+            f" the furthest {self.furthest:.3g} below its best logit"
         )
 
 
-def compare(path: Path) -> tuple[int, int, list[float]]:
-    """Texts with the same ids, prompts with the same output, and how far first other tokens are below the best."""
+def compare(path: Path) -> Agreement:
+    """Compares ids and outputs: one forward pass over an output shows at each token what llama.cpp would have said."""
     llama = _llama(path, 256)
+    logits_of = _llama_logits(llama)
     engine = _engine(path, 256, "full")
-    ours = engine.generate(list(TEXTS), SamplingParams(NUM_TOKENS, ignore_eos=True))
-    same_ids = same_tokens = 0
-    margins = []
-    for text, completion in zip(TEXTS, ours, strict=True):
-        same_ids += llama.tokenize(text.encode(), add_bos=True, special=False) == list(completion.prompt_ids)
-        theirs, logits = _greedy(llama, completion.prompt_ids)
-        same_tokens += theirs == completion.token_ids
-        margins += _first_margin(theirs, completion.token_ids, logits)
-    return same_ids, same_tokens, margins
+    found = Agreement()
+    for text, output in zip(
+        TEXTS, engine.generate(list(TEXTS), SamplingParams(NUM_TOKENS, ignore_eos=True)), strict=True
+    ):
+        logits = logits_of([*output.prompt_ids, *output.token_ids])[len(output.prompt_ids) - 1 :]
+        below = logits.amax(-1) - logits.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        num_best = int((below == 0).sum())
+        found.texts += 1
+        found.same_ids += llama.tokenize(text.encode(), add_bos=True, special=False) == list(output.prompt_ids)
+        found.same_outputs += num_best == NUM_TOKENS
+        found.tokens += NUM_TOKENS
+        found.best += num_best
+        found.furthest = max(found.furthest, float(below.max()))
+    return found
+
+
+def llama_logits(path: Path, longest: int) -> Logits:
+    """Returns what computes rows of at most so many tokens in llama.cpp."""
+    return _llama_logits(_llama(path, longest))
 
 
 def _llama(path: Path, longest: int) -> Any:
@@ -92,26 +127,6 @@ def _llama(path: Path, longest: int) -> Any:
 def _engine(path: Path, longest: int, weights: str) -> Engine:
     config = EngineConfig(kv_memory="256MiB", num_threads=NUM_THREADS, max_model_len=longest, weights=weights)
     return Engine(path, dtype="float32", engine=config)
-
-
-def _greedy(llama: Any, prompt: Sequence[int]) -> tuple[tuple[int, ...], list[torch.Tensor]]:
-    llama.reset()
-    llama.eval(list(prompt))
-    tokens, logits = [], []
-    for _ in range(NUM_TOKENS):
-        row = torch.tensor(llama.scores[llama.n_tokens - 1])
-        tokens.append(int(row.argmax()))
-        logits.append(row)
-        llama.eval([tokens[-1]])
-    return tuple(tokens), logits
-
-
-def _first_margin(theirs: Sequence[int], ours: Sequence[int], logits: Sequence[torch.Tensor]) -> list[float]:
-    """How far the first token of ours that differs is below llama.cpp's best; nothing where none differs."""
-    for their, our, row in zip(theirs, ours, logits, strict=True):
-        if their != our:
-            return [float(row.max() - row[our])]
-    return []
 
 
 @dataclass(slots=True)
@@ -161,7 +176,7 @@ def rounding(path: Path, text: str, prompts: Sequence[str], num_tokens: int) -> 
     ]
     exact = RowLogits(path, "float32", "float", longest)
     ways: dict[str, Logits] = {
-        "llama.cpp": _llama_logits(_llama(path, longest)),
+        "llama.cpp": llama_logits(path, longest),
         "ours, rounded": RowLogits(path, "float32", "full", longest),
         "ours, floats": exact,
     }

@@ -33,9 +33,12 @@ from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor, Pipelined
 from farsight.policies.compose import follows_prefixes, swaps_kv
 from farsight.policies.presets import find_preset
 from farsight.policies.speculation.base import SPECULATIONS, SpeculationContext
+from farsight.tokenization.gguf_file import held_header
 from farsight.tokenization.loading import load_tokenizer
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from farsight.engine.parallel.links import Ranks
 
 
@@ -90,6 +93,7 @@ def build_worker(
     find_rows: FindRows = carried_rows,
     progress: Callable[[float], object] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    tokenizer: Tokenizer | None = None,
 ) -> Worker:
     """Loads the model, or emulates a device in its place, and sizes the pools.
 
@@ -101,6 +105,7 @@ def build_worker(
         find_rows: Finds the rows of images; by default with the requests.
         progress: Is told the share of the parameters that has been read, where a decoder runs in one process.
         clock: Seconds, monotonic; measures what speculation costs.
+        tokenizer: The model's; None to load it, which takes seconds where the vocabulary is large.
 
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
@@ -110,6 +115,7 @@ def build_worker(
     swaps = swaps_kv(scheduler)
     if static:  # no sequence is paused, so no KV moves; and the paper's batches share nothing
         engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False)
+    _header = held_header(model_dir)
     encoder = load_encoder_config(model_dir)
     if encoder is not None:
         engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False, speculation="off")
@@ -118,7 +124,7 @@ def build_worker(
         if ranks is not None:
             raise ConfigError("engine.long_factors", engine.long_factors, "served where a replica has several ranks")
         config = config.with_factors_by_request()
-    tokenizer = load_tokenizer(model_dir)
+    tokenizer = load_tokenizer(model_dir) if tokenizer is None else tokenizer
     weights = find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights
     if isinstance(config, EncoderConfig):
         from farsight.engine.devices.encoder_device import load_encoder_device

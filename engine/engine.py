@@ -34,6 +34,7 @@ from farsight.policies.replica.events import (
     WorkerReported,
 )
 from farsight.policies.replica.scheduler import ReplicaScheduler
+from farsight.tokenization.gguf_file import held_header
 from farsight.tokenization.model_files import load_model_texts
 
 if TYPE_CHECKING:
@@ -78,11 +79,19 @@ class Engine:
         engine = engine or EngineConfig()
         scheduler = scheduler or SchedulerConfig()
         model_dir = resolve_model_dir(str(model))
+        _header = held_header(model_dir)
         texts = load_model_texts(model_dir)
         self.tokenizer = texts.tokenizer
         self._encoder = texts.encoder
         self.worker: Worker = build_worker(
-            model_dir, dtype, engine, incarnation="engine", scheduler=scheduler, ranks=ranks, clock=clock
+            model_dir,
+            dtype,
+            engine,
+            incarnation="engine",
+            scheduler=scheduler,
+            ranks=ranks,
+            clock=clock,
+            tokenizer=texts.tokenizer,
         )
         self.scheduler: ReplicaScheduler = configured_scheduler(scheduler, engine.max_num_seqs)
         self._clock = clock

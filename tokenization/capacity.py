@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 _COMPOSED = 4
 """Most characters that a Unicode normalisation composes to one: a Greek letter and three marks."""
@@ -39,23 +39,25 @@ class TextCapacity:
 
 def text_capacity(tokenizer: Tokenizer) -> TextCapacity | None:
     """The bound; None if the tokenizer may make few tokens of any number of characters."""
-    settings = json.loads(tokenizer.to_str())
-    model = settings["model"]
-    splitters = list(_stages(settings["pre_tokenizer"], "pretokenizers"))
-    normalizers = list(_stages(settings["normalizer"], "normalizers"))
+    splitters = list(_stages(_settings(tokenizer.pre_tokenizer), "pretokenizers"))
     composed = 1
-    for each in normalizers:
+    for each in _stages(_settings(tokenizer.normalizer), "normalizers"):
         factor = _normalized(each)
         if factor is None:
             return None
         composed *= factor
-    if not all(_keeps(each) for each in splitters) or not _knows_all(model, splitters):
+    if not all(_keeps(each) for each in splitters) or not _knows_all(tokenizer, splitters):
         return None
-    added = settings["added_tokens"]
+    added = tokenizer.get_added_tokens_decoder().values()
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
     if not longest:
         return None
-    return TextCapacity(longest * composed, not any(each["lstrip"] or each["rstrip"] for each in added))
+    return TextCapacity(longest * composed, not any(each.lstrip or each.rstrip for each in added))
+
+
+def _settings(component: Any) -> dict[str, Any] | None:
+    """Returns a part of a tokenizer as JSON: the whole holds the vocabulary too, and a large one takes seconds."""
+    return None if component is None else json.loads(component.__getstate__())
 
 
 def _stages(stage: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
@@ -83,16 +85,13 @@ def _keeps(stage: dict[str, Any]) -> bool:
     return stage["type"] in _KEEPING_SPLITTERS
 
 
-def _knows_all(model: dict[str, Any], splitters: list[dict[str, Any]]) -> bool:
+def _knows_all(tokenizer: Tokenizer, splitters: list[dict[str, Any]]) -> bool:
     """Whether no character is dropped, and characters that the model does not know are not joined to one token."""
-    if model["type"] != "BPE":
-        return bool(model["type"] == "Unigram" and model.get("byte_fallback") and _has_byte_tokens(model))
-    if any(each["type"] == "ByteLevel" for each in splitters):
-        return set(pre_tokenizers.ByteLevel.alphabet()) <= set(model["vocab"])
-    return bool(model.get("byte_fallback")) and _has_byte_tokens(model)
-
-
-def _has_byte_tokens(model: dict[str, Any]) -> bool:
-    vocab = model["vocab"]
-    known = set(vocab) if isinstance(vocab, dict) else {token for token, _ in vocab}
-    return all(f"<0x{byte:02X}>" in known for byte in range(256))
+    model = tokenizer.model
+    if isinstance(model, models.BPE) and any(each["type"] == "ByteLevel" for each in splitters):
+        return all(model.token_to_id(char) is not None for char in pre_tokenizers.ByteLevel.alphabet())
+    if isinstance(model, models.BPE):
+        falls_back = bool(model.byte_fallback)
+    else:  # of the others, Unigram alone has bytes
+        falls_back = isinstance(model, models.Unigram) and bool(json.loads(model.__getstate__()).get("byte_fallback"))
+    return falls_back and all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))

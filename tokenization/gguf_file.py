@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -79,7 +80,7 @@ class GGUFTensor:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class GGUFFile:
     """A header.
 
@@ -132,10 +133,25 @@ def is_gguf(path: Path) -> bool:
 def read_gguf(path: Path) -> GGUFFile:
     """Returns the header of a file. Its cost is bounded by the file's size and by the limits above.
 
+    A header that is still held is not read again unless the file has changed: a large vocabulary takes 0.2 s.
+
     Raises:
         GGUFError: Not such a file, or one that is damaged or lies about itself.
     """
     return _read(path, _Cursor.file)
+
+
+def held_header(model: Path) -> GGUFFile | None:
+    """Returns the header of a GGUF file, to be held while several readers of it follow; None of a directory.
+
+    Raises:
+        GGUFError: As ``read_gguf``.
+    """
+    return read_gguf(model) if is_gguf(model) else None
+
+
+_HELD: WeakValueDictionary[tuple[Path, int, int, int, int], GGUFFile] = WeakValueDictionary()
+"""By path, device, number, size and time of the last change."""
 
 
 def gguf_architecture(path: Path) -> str | None:
@@ -156,7 +172,8 @@ def _read(path: Path, read: Callable[[_Cursor], T]) -> T:
             found = "an empty file" if stat.S_ISREG(status.st_mode) else "something else"
             raise GGUFError(path.name, found, "a GGUF file: a regular file")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return read(_Cursor(path, data))
+            version = (path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            return read(_Cursor(version, data))
     except OSError as error:
         raise GGUFError("model", str(path), f"a readable GGUF file ({error.strerror})") from error
 
@@ -164,8 +181,9 @@ def _read(path: Path, read: Callable[[_Cursor], T]) -> T:
 class _Cursor:
     """Reads a header from front to back."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self._path = path
+    def __init__(self, version: tuple[Path, int, int, int, int], data: mmap.mmap) -> None:
+        self._version = version
+        self._path = version[0]
         self._data = data
         self._size = len(data)
         self._at = 0
@@ -173,9 +191,12 @@ class _Cursor:
         self._num_tensors = 0
 
     def file(self) -> GGUFFile:
-        metadata = self.metadata()
-        found = [self._tensor() for _ in range(self._num_tensors)]
-        return GGUFFile(self._path, metadata, self._placed(found, self._alignment(metadata)))
+        found = _HELD.get(self._version)
+        if found is None:
+            metadata = self.metadata()
+            tensors = self._placed([self._tensor() for _ in range(self._num_tensors)], self._alignment(metadata))
+            found = _HELD[self._version] = GGUFFile(self._path, metadata, tensors)
+        return found
 
     def metadata(self, until: str = "") -> dict[str, Any]:
         """Returns the entries, up to that of a key."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from farsight.tokenization.gguf_file import GGUFError, GGUFFile
@@ -235,34 +235,33 @@ def _text(file: GGUFFile, role: str, tokens: Sequence[str], default: str) -> str
 
 def _merges(file: GGUFFile, ids: dict[str, int]) -> list[tuple[str, str]]:
     """Each way to make a token of two others, as ``transformers`` orders them: by score, then by their lengths."""
-    scores = file.numbers(_KEY + "scores", len(ids), 0.0)
+    scores = np.array(file.numbers(_KEY + "scores", len(ids), 0.0))
     kinds = _kinds(file, len(ids))
     known = {token: index for token, index in ids.items() if kinds[index] in (_NORMAL, _USER_DEFINED, _UNUSED)}
-    found: list[tuple[float, int, int, str, str]] = []
+    found: list[tuple[int, int]] = []
     for token, index in known.items():
         if len(token) > _MAX_TOKEN:
             raise file.error(_KEY + "tokens", token, f"tokens of at most {_MAX_TOKEN} characters")
-        parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        local = [(left, right) for left, right in parts if left in known and right in known]
-        local.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        found += [(scores[index], len(left), len(right), left, right) for left, right in local]
-    found.sort(key=lambda merge: merge[:3], reverse=True)
-    return [merge[3:] for merge in found]
+        found += [(index, cut) for cut in range(1, len(token)) if token[:cut] in known and token[cut:] in known]
+    tokens = list(ids)
+    owner, left = np.array(found, dtype=np.int64).reshape(-1, 2).T
+    right = np.fromiter(map(len, tokens), np.int64)[owner] - left
+    best_first = np.lexsort((-right, -left, -scores[owner])).tolist()
+    return [(tokens[index][:cut], tokens[index][cut:]) for index, cut in map(found.__getitem__, best_first)]
 
 
 def _add_special(tokenizer: Tokenizer, file: GGUFFile, ids: dict[str, int]) -> None:
     """Control tokens and tokens that the model's author added, which a text is searched for before anything else."""
     kinds = _kinds(file, len(ids))
-    wanted = [
-        (token, kinds[index] != _USER_DEFINED) for token, index in ids.items() if kinds[index] in _ADDED and token
-    ]
+    wanted = {token: index for token, index in ids.items() if kinds[index] in _ADDED and token}
     absorbing = _absorbs_spaces(file)
-    for special, run in groupby(wanted, key=lambda each: each[1]):  # in order, as each may get the next free id
-        tokens = [_added_token(token, special, absorbing) for token, _ in run]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
-    wrong = next((token for token, _ in wanted if tokenizer.token_to_id(token) != ids[token]), None)
+    # In one call: each call builds the search for all added tokens again, and Gemma has 6,400.
+    tokenizer.add_tokens(
+        [_added_token(token, kinds[index] != _USER_DEFINED, absorbing) for token, index in wanted.items()]
+    )
+    wrong = next((token for token, index in wanted.items() if tokenizer.token_to_id(token) != index), None)
     if wrong is not None:
-        raise file.error(_KEY + "tokens", wrong, f"a token that keeps its id, {ids[wrong]}")
+        raise file.error(_KEY + "tokens", wrong, f"a token that keeps its id, {wanted[wrong]}")
 
 
 def _added_token(token: str, special: bool, absorbing: bool) -> AddedToken:

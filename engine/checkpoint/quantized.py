@@ -105,10 +105,11 @@ class QuantizedLinear:
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weights, ``[n, k]``: computed in float32, then rounded to ``dtype``."""
         steps = self.integers().float().view(*self.scales.shape, self.group)
+        if self.minima is None and self.bits == 4:
+            steps.sub_(NIBBLE_CENTER)
+        weights = steps.mul_(self.scales[..., None])
         if self.minima is not None:
-            weights = steps.mul_(self.scales[..., None]).sub_(self.minima[..., None])
-        else:
-            weights = steps.sub_(0 if self.bits == 8 else NIBBLE_CENTER).mul_(self.scales[..., None])
+            weights.sub_(self.minima[..., None])
         return weights.view(self.outputs, self.inputs).to(dtype)
 
 

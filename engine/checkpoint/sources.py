@@ -137,7 +137,7 @@ class _SafetensorsSource:
             self._release(target.nbytes)
             return
         parts = float_rows(members, self._quantization) if record is None else record_rows(record, target.dtype)
-        _fill_rows(target, parts)
+        fill_rows(target, parts)
         self._release(target.nbytes)
 
     def rows(self, name: str) -> Any:
@@ -204,7 +204,7 @@ class GGUFSource:
         return math.prod(self._tensors[name].shape)
 
     def fill(self, name: str, target: Tensor) -> None:
-        _fill_rows(target, self._float_rows(name, target.dtype))
+        fill_rows(target, self._float_rows(name, target.dtype))
         self._release(self._tensors[name])
 
     def rows(self, name: str) -> Tensor:
@@ -261,7 +261,8 @@ def _rows_at_once(tensor: GGUFTensor) -> int:
     return max(1, _CHUNK_VALUES // tensor.shape[-1])
 
 
-def _fill_rows(target: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:
+def fill_rows(target: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:
+    """Copies rows into a tensor; each part comes with the number of its first row."""
     if target.dim() == 3:
         _fill_experts(target, parts)
         return

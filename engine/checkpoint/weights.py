@@ -24,7 +24,8 @@ from farsight.engine.checkpoint.layers import latent_orders, qkv_order, turned_o
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.names import CORRECTION, head_norm_sizes, latent_sizes, num_parameters
 from farsight.engine.checkpoint.quantized import QuantizedLinear, join_records
-from farsight.engine.checkpoint.sources import TensorSource, open_checkpoint, threads_for
+from farsight.engine.checkpoint.repacking import record_rows
+from farsight.engine.checkpoint.sources import TensorSource, fill_rows, open_checkpoint, threads_for
 
 Progress = Callable[[float], object]
 """Takes a share, from 0 to 1."""
@@ -183,7 +184,11 @@ class Allocation:
         name = f"{self.names.embedding if tied else self.names.lm_head}.weight"
         kept = None if self._config.blocks.unit_head else self._kept([name])
         if kept is not None:
-            return kept[0]
+            record = kept[0]
+            if tied:  # floats and record are of one tensor, which is unpacked once
+                self._finish.append(lambda: fill_rows(embedding, record_rows(record, embedding.dtype)))
+                del self.targets[name]
+            return record
         if not self._config.blocks.unit_head:
             return embedding if tied else self.tensor(name, *embedding.shape)
         head = self._empty(*embedding.shape) if tied else self.tensor(name, *embedding.shape)

@@ -95,6 +95,7 @@ def find_model(config: FarsightConfig) -> LocatedModel:
     from farsight.engine.parallel.mesh import Mesh
     from farsight.engine.vocabulary import vocabulary_size
     from farsight.services.api.text.prompts import PromptEncoder
+    from farsight.tokenization.gguf_file import held_header
 
     model = LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
     if config.model.path == VISION_PATH:
@@ -102,6 +103,7 @@ def find_model(config: FarsightConfig) -> LocatedModel:
     elif config.model.path:
         directory = resolve_model_dir(config.model.path, weights=config.model.replicas > 0)
         model = LocatedModel(directory, config.model.name or _name_of(config.model.path))
+    _header = held_header(model.directory)
     # Refuse a model that cannot run before anything starts.
     if config.model.replicas:
         mesh = Mesh(config.model.tensor_parallel, config.model.pipeline_parallel, config.model.expert_parallel)

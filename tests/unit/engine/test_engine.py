@@ -32,7 +32,6 @@ from farsight.policies.interfaces import KvMoves, KvPolicy, KvView
 from farsight.policies.kv.newest_first import NewestGiveWay
 from farsight.policies.presets import PRESETS
 from tests.opcodes import num_opcodes
-from tests.published import smollm2
 from tests.unit.engine.driver import outputs_of
 
 ROOMY = EngineConfig(kv_memory="4MiB", block_size=4, max_num_seqs=8, max_batch_tokens=32, num_threads=1)
@@ -299,15 +298,6 @@ def test_where_no_iteration_can_be_cut_off_it_is_refused(tables: dict[str, dict[
         make_config({**tables, "scheduler": {"preset": "fastserve", "mlfq": "preemption"}})
     with pytest.raises(ConfigError, match=r"scheduler\.mlfq.*skip-join, no-preemption, preemption"):
         make_config({"scheduler": {"mlfq": "naive"}})
-
-
-def test_smollm2_answers_as_recorded() -> None:
-    """The answer is that of transformers on the same weights; after it the model goes on about the answer itself."""
-    engine = Engine(smollm2(), engine=EngineConfig(kv_memory="64MiB", num_threads=1))
-    chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    (completion,) = engine.generate([chat], [SamplingParams(7)])
-    assert completion.token_ids == (504, 3575, 282, 4649, 314, 7042, 30)
-    assert completion.text == "The capital of France is Paris."
 
 
 MODEL = Path(services.__file__).parent / "embedded_model"

@@ -134,6 +134,16 @@ def test_ids_after_holes_in_the_vocabulary() -> None:
     assert encoder.encode("x</s></s>", [(0, 5)]).ids == (304, 300, 302, 303, 301, eos)
 
 
+def test_a_control_token_that_merges_would_make_is_not_made_of_a_clients_text() -> None:
+    vocab = {part: index for index, part in enumerate(("<", "/", "s", ">", "x", "</", "s>", "</s>"))}
+    tokenizer = Tokenizer(models.BPE(vocab, [("<", "/"), ("s", ">"), ("</", "s>")]))
+    assert tokenizer.encode("</s>").tokens == ["</s>"], "also of the model alone"
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    encoder = PlainTextEncoder(tokenizer, control_ids(tokenizer))
+    ids = encoder.encode("x</s></s>", [(0, 5)]).ids
+    assert [tokenizer.id_to_token(each) for each in ids] == ["x", "</", "s>", "</s>"]
+
+
 def test_which_added_tokens_are_control_tokens() -> None:
     tokenizer = tokenizer_of("byte_level")
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
@@ -159,6 +169,13 @@ def test_no_text_has_fewer_tokens(kind: str, text: str) -> None:
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - BOUNDED))
 def test_where_characters_may_vanish_or_join_there_is_no_bound(kind: str) -> None:
     assert text_capacity(tokenizer_of(kind)) is None
+
+
+def test_unigrams_have_a_bound_where_bytes_stand_for_what_is_missing() -> None:
+    vocab = [("<unk>", 0.0), ("hello", -1.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
+    for falls_back in (True, False):
+        capacity = text_capacity(Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=falls_back)))
+        assert (capacity is not None) == falls_back
 
 
 def test_where_a_marker_takes_in_spaces_they_count_for_nothing() -> None:

@@ -23,8 +23,8 @@ from farsight.engine.devices import copiers
 from farsight.engine.devices.copiers import StreamCopier, host_blocks
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.steps.backends import GraphBackend
-from farsight.engine.steps.decode_graphs import Capture
 from farsight.engine.steps.model_runner import ModelRunner
+from farsight.engine.steps.recording import Capture
 from farsight.kvcache import KVCopy
 from tests.gpu.moving import MovingDriver, wander
 from tests.unit.engine.driver import Driver

@@ -24,8 +24,8 @@ from farsight.engine.sampling.sampler import NO_TOKEN, likeliest
 from farsight.engine.step_results import LoggedTokens
 from farsight.engine.steps.backends import GraphBackend
 from farsight.engine.steps.careful_steps import CarefulSteps
-from farsight.engine.steps.decode_graphs import Capture
 from farsight.engine.steps.model_runner import ModelRunner
+from farsight.engine.steps.recording import Capture
 from farsight.services.launch.launch import EMBEDDED_MODEL
 from tests.unit.engine.conftest import POISON
 from tests.unit.engine.driver import Driver
