@@ -25,11 +25,24 @@ from farsight.core.processors import usable_processors
 from farsight.engine.checkpoint.catalogue import cache_dir
 
 _HERE = Path(__file__).parent
-COMPILE_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"]
+COMPILE_FLAGS = ["-march=native", "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno"]
 COMPILE_FLAGS += ["-fno-strict-aliasing", "-pthread"]
+INSTRUCTIONS = {
+    "native": ["-march=native"],
+    "none": ["-march=x86-64"],
+    "ssse3": ["-march=x86-64-v2"],
+    "avx2": ["-march=x86-64-v3"],
+    "avx2-vnni": ["-march=x86-64-v3", "-mavxvnni"],
+    "avx512": ["-march=x86-64-v4"],
+    "avx512-vnni": ["-march=x86-64-v4", "-mavx512vnni"],
+    "avx512-bf16": ["-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"],
+}
+"""What tests and measurements put in place of the first flag, which stands for this processor."""
+
 _BUILD_TIMEOUT_S = 300
 
-PARTS: tuple[tuple[str, ...], ...] = (
+Parts = tuple[tuple[str, ...], ...]
+PARTS: Parts = (
     ("quantized_linear.cpp",),
     ("step.cpp",),
     ("attention.cpp", "-DFARSIGHT_KV=PlainKv<Bf16>"),
@@ -50,8 +63,11 @@ class NativeUnavailable(FarsightError):
 
 
 @cache
-def load_library() -> ctypes.CDLL:
+def load_library(parts: Parts = PARTS) -> ctypes.CDLL:
     """The compiled step, built if necessary.
+
+    Args:
+        parts: Other sources, with their own flags: what is measured alone.
 
     Raises:
         NativeUnavailable: no compiler, or it fails.
@@ -59,11 +75,11 @@ def load_library() -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise NativeUnavailable(NO_COMPILER)
-    path = cache_dir() / f"step-{_fingerprint(compiler)}.so"
+    path = cache_dir() / f"step-{_fingerprint(compiler, parts)}.so"
     if not path.exists():
         _compiling.set()
         try:
-            _build(compiler, path)
+            _build(compiler, path, parts)
         finally:
             _compiling.clear()
     try:
@@ -77,11 +93,12 @@ def is_compiling() -> bool:
     return _compiling.is_set()
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, parts: Parts) -> str:
     """Hash of the sources, the compiler and the processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    texts = [version, repr((COMPILE_FLAGS, PARTS)).encode(), _processor().encode()]
-    texts += [path.read_bytes() for path in sorted([*_HERE.glob("*.h"), *_HERE.glob("*.cpp")])]
+    texts = [version, repr((COMPILE_FLAGS, parts)).encode(), _processor().encode()]
+    own = {_HERE / source for source, *_ in parts}
+    texts += [path.read_bytes() for path in sorted({*_HERE.glob("*.h"), *_HERE.glob("*.cpp"), *own})]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
@@ -94,13 +111,13 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: str, path: Path, parts: Parts) -> None:
     """Compiles into a file of its own, then renames: several processes may do this at once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             built = Path(directory) / "step.so"
-            error = _compile(compiler, built)
+            error = _compile(compiler, built, parts)
             if error is not None:
                 raise NativeUnavailable(f"{compiler} fails: {error}")
             built.replace(path)
@@ -108,13 +125,13 @@ def _build(compiler: str, path: Path) -> None:
         raise NativeUnavailable(f"{path.parent}: {error}") from error
 
 
-def _compile(compiler: str, built: Path) -> str | None:
+def _compile(compiler: str, built: Path, parts: Parts) -> str | None:
     """Compiles the parts and links them; returns why the compiler failed, or None if it did not."""
-    objects = [built.with_name(f"{number}.o") for number in range(len(PARTS))]
+    objects = [built.with_name(f"{number}.o") for number in range(len(parts))]
     with ThreadPoolExecutor(usable_processors()) as pool:
         jobs = [
             pool.submit(_run, [compiler, *COMPILE_FLAGS, *own, "-fPIC", "-c", str(_HERE / source), "-o", str(to)])
-            for (source, *own), to in zip(PARTS, objects, strict=True)
+            for (source, *own), to in zip(parts, objects, strict=True)
         ]
         for job in as_completed(jobs):
             if (error := job.result()) is not None:

@@ -1,8 +1,8 @@
 // Weights in 8 or 4 bits: how they are packed, and how a row of activations is rounded to 8 bits for them.
 //
 // w = scale * (q - center) - minimum, in groups of neighbours along k (engine/checkpoint/quantized.py). q is unsigned
-// here, 0..255 or 0..15, so that the products with activations of -127..127 suit VPDPBUSD; the center is taken off
-// through the sum of the activations, which costs no weight memory.
+// here, 0..255, 0..63 or 0..15, so that the products with activations of -127..127 suit the instructions of dots.h; the
+// center is taken off through the sum of the activations, which costs no weight memory.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +13,7 @@
 #include <new>
 #include <vector>
 
+#include "dots.h"
 #include "interface.h"
 #include "lanes.h"
 #include "linear.h"
@@ -32,6 +33,9 @@ constexpr int kSuper = 256;           // inputs of a super-block
 // How scales are kept, in as little memory as changes none of them: 16 bits, or codes of 8 bits times a half-precision
 // factor of their super-block, as GGUF's K types have them.
 enum ScaleType { kFloat, kBf16, kHalf, kCoded };
+
+// How values are multiplied: two of 4 bits in a byte, any of 8 bits, or of 8 bits that dots.h counts as small.
+enum ValueType { kNibbles, kBytes, kSmall };
 
 // Memory on huge pages, where the system has them: a row reads all weights once, and pages would cost as much.
 class Bytes {
@@ -155,6 +159,7 @@ struct QuantizedWeights {
   int n = 0, k = 0, bits = 0, group = 0, groups = 0, panels = 0;
   int padded = 0;  // bytes of a group of activations
   int center = 0;
+  ValueType value_type = kNibbles;
   ScaleType scale_type = kFloat;
   bool minima = false;
   int super_groups = 1;  // groups of a super-block
@@ -169,8 +174,10 @@ struct QuantizedWeights {
   void pack_scales(const float* scales, int row, bool of_minima);
   size_t header_bytes() const { return scale_bytes * (minima ? 2 : 1); }
   const uint8_t* panel(int p) const { return bytes.data() + p * panel_bytes(); }
-  // A row of activations: values [groups][padded], scales [groups], their sums [groups].
-  size_t values_bytes() const { return size_t(groups) * padded; }
+  // A row of activations: values [groups][padded] of 8 bits, or of 16; scales [groups]; their sums [groups].
+  bool wide() const { return kPairs && value_type == kBytes; }
+  size_t group_bytes() const { return size_t(padded) * (wide() ? 2 : 1); }
+  size_t values_bytes() const { return groups * group_bytes(); }
   size_t row_bytes() const { return values_bytes() + size_t(groups) * 8; }
 };
 
@@ -215,7 +222,7 @@ inline void pack_values(const QuantizedWeights& q, const FsQuantized& from, int 
   for (int i = 0; i < q.group; ++i) {
     const size_t at = size_t(row) * q.k + size_t(g) * q.group + i;
     if (q.bits == 8) {
-      const int value = static_cast<const int8_t*>(from.values)[at] + 128;
+      const int value = static_cast<const int8_t*>(from.values)[at] + q.center;
       values[(i / 4 * kPanel + column) * 4 + i % 4] = uint8_t(value);
     } else {
       const int value = static_cast<const uint8_t*>(from.values)[at / 2] >> (at % 2 * 4) & 15;
@@ -224,11 +231,27 @@ inline void pack_values(const QuantizedWeights& q, const FsQuantized& from, int 
   }
 }
 
+// The type of the values, and what stands for 0 among them.
+inline ValueType find_values(const FsQuantized& from, int* center) {
+  *center = from.bits == 8 ? 128 : from.minima ? 0 : 8;
+  if (from.bits == 4) return kNibbles;
+  if (!kPairs) return kBytes;
+  const auto* values = static_cast<const int8_t*>(from.values);
+  int8_t lowest = 127, highest = -128;
+  for (size_t i = 0; i < size_t(from.n) * from.k; ++i) {
+    lowest = std::min(lowest, values[i]);
+    highest = std::max(highest, values[i]);
+  }
+  if (highest - lowest > kLargestSmall) return kBytes;
+  *center = -lowest;
+  return kSmall;
+}
+
 inline QuantizedWeights::QuantizedWeights(const FsQuantized& from)
     : n(from.n), k(from.k), bits(from.bits), group(from.group), groups(k / group), panels((n + kPanel - 1) / kPanel) {
   padded = (group + kGroupAlignment - 1) / kGroupAlignment * kGroupAlignment;
   minima = from.minima != nullptr;
-  center = bits == 8 ? 128 : minima ? 0 : 8;
+  value_type = find_values(from, &center);
   scale_type = smallest_type(from);
   scale_bytes = kPanel * (scale_type == kFloat ? 4 : scale_type == kCoded ? 1 : 2);
   if (scale_type == kCoded) {
@@ -269,9 +292,10 @@ inline void quantize_row(const QuantizedWeights& q, const float* x, uint8_t* row
   auto* scales = reinterpret_cast<float*>(row + q.values_bytes());
   auto* sums = reinterpret_cast<int32_t*>(scales + q.groups);
   for (int g = 0; g < q.groups; ++g) {
-    int8_t* to = values + size_t(g) * q.padded;
+    int8_t* to = values + g * q.group_bytes();
     sums[g] = round_group<127>(x + size_t(g) * q.group, q.group, to, scales + g);
     std::memset(to + q.group, 0, q.padded - q.group);
+    if (q.wide()) spread_to_words(to, q.padded);
   }
 }
 

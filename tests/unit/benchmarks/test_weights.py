@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import weights_quality, weights_speed
+from benchmarks import kernel_rates, weights_quality
 from tests.unit.engine.small_models import save_model
 
 
@@ -18,13 +18,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"), num_key_value_heads=2, max_position_embeddings=256)
 
 
-def test_speed(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["speed", "--model", str(model), "--rows", "1", "3", "--rounds", "2"])
-    weights_speed.main()
-    head, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [cell.strip() for cell in head.split("|")[2:-1]] == ["decode 1", "decode 3", "prefill 256"]
-    assert [row.split("|")[1].strip() for row in rows] == ["full", "float", "int8", "int4"]
-    assert rows[0].count("(1.00)") == 3
+def printed(options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The cells of the tables that the command prints."""
+    monkeypatch.setattr(sys, "argv", ["rates", *options])
+    kernel_rates.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ") and "---" not in line]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_speed_of_steps(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", str(model), "--rows", "1", "3", "--prefill", "256", "--rounds", "2"]
+    head, *rows = printed(options, monkeypatch, capsys)
+    assert head[1:] == ["decode 1", "decode 3", "prefill 256"]
+    assert [row[0] for row in rows] == ["full", "float", "int8", "int4"]
+    assert " ".join(rows[0]).count("(1.00)") == 3
+
+
+def test_rates_of_products(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Formats that rows of 64 inputs cannot have are left out."""
+    options = ["--shape", "tiny", "--rows", "1", "--prefill", "300", "--rounds", "1", "--layers", "1"]
+    flops, *rows = printed([*options, "--threads", "1", "--read-bytes", "100000000"], monkeypatch, capsys)
+    assert flops[1:] == ["decode 1", "prefill 300"]
+    names = ["Q4_0", "Q4_1", "Q8_0", "int8", "float32", "bf16"]
+    assert [row[0] for row in rows] == [*names, "tiny, gbytes/s (of the machine's read)", *names]
+    assert all(float(cell.split()[0]) > 0 for row in rows if row[0] in names for cell in row[1:])
 
 
 def test_how_far_distributions_are(model: Path) -> None:

@@ -37,16 +37,23 @@ MODELS = {
 
 X86 = platform.machine() == "x86_64"
 BUILDS = {
-    "this processor": ["-march=native"],
-    **({"AVX2": ["-march=x86-64-v3", "-O1"], "no vectors": ["-march=x86-64", "-O1"]} if X86 else {}),
+    "this processor": [*library.INSTRUCTIONS["native"]],
+    **({name: [*library.INSTRUCTIONS[name], "-O1"] for name in ("avx2", "none")} if X86 else {}),
 }
-"""VPDPBUSD where there is VNNI, VPMADDWD, plain C++."""
+"""VPDPBUSD where there is VNNI, VPMADDUBSW and VPMADDWD, plain C++."""
+NIGHTLY_BUILDS = {
+    name: [*library.INSTRUCTIONS[name], "-O1"]
+    for name, needed in {"ssse3": "ssse3", "avx2-vnni": "avx_vnni", "avx512": "avx512bw"}.items()
+    if needed in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+}
+"""Further ones that this processor can run."""
 
 
 def compiled_probe(source: str, build: str, folder: Path) -> ctypes.CDLL:
-    """A file of this folder and the headers of the compiled step, for one of ``BUILDS``."""
+    """A file of this folder and the headers of the compiled step, for one of ``BUILDS`` or ``NIGHTLY_BUILDS``."""
     path, headers = folder / "probe.so", Path(library.__file__).parent
-    flags = [flag for flag in library.COMPILE_FLAGS if not flag.startswith("-march")] + BUILDS[build]
+    flags = [flag for flag in library.COMPILE_FLAGS if not flag.startswith("-march")]
+    flags += (BUILDS | NIGHTLY_BUILDS)[build]
     file = Path(__file__).with_name(source)
     subprocess.run(["c++", *flags, "-I", headers, "-shared", "-fPIC", file, "-o", path], check=True)
     return ctypes.CDLL(str(path))

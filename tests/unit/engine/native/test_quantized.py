@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear, pack_nibbles
 from farsight.engine.native.model import quantized_arguments
-from tests.unit.engine.native.components import BUILDS, compiled_probe
+from tests.unit.engine.native.components import BUILDS, NIGHTLY_BUILDS, compiled_probe
 from tests.unit.engine.native.exact_step import FUSED, exact_product, round_rows
 
 
@@ -21,7 +21,7 @@ class Probe:
     """Multiplies in the compiled code of one instruction set."""
 
     def __init__(self, build: str, folder: Path) -> None:
-        self.fused = {"this processor": FUSED, "AVX2": True, "no vectors": False}[build]
+        self.fused = FUSED if build == "this processor" else build.startswith("avx")
         self._compiled = compiled_probe("quantized_probe.cpp", build, folder)
 
     def __call__(
@@ -49,17 +49,27 @@ class Probe:
         return kind
 
 
-@pytest.fixture(scope="module", params=BUILDS)
+@pytest.fixture(
+    scope="module", params=[*BUILDS, *(pytest.param(build, marks=pytest.mark.nightly) for build in NIGHTLY_BUILDS)]
+)
 def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Probe:
     return Probe(request.param, tmp_path_factory.mktemp("probe"))
 
 
 def random_weights(
-    n: int, k: int, bits: int, group: int, *, minima: bool = False, bias: bool = False, scales: str = "float32"
+    n: int,
+    k: int,
+    bits: int,
+    group: int,
+    *,
+    minima: bool = False,
+    bias: bool = False,
+    scales: str = "float32",
+    between: tuple[int, int] = (-128, 127),
 ) -> QuantizedLinear:
-    """Weights of which every stored value occurs, extremes included."""
+    """Weights of which every stored value occurs, extremes included; ``between`` are those of 8 bits."""
     rng = torch.Generator().manual_seed(n * k + bits + group)
-    low, high = (-128, 128) if bits == 8 else (0, 16)
+    low, high = (between[0], between[1] + 1) if bits == 8 else (0, 16)
     integers = torch.randint(low, high, (n, k), generator=rng)
     values = integers.to(torch.int8) if bits == 8 else pack_nibbles(integers)
 
@@ -87,8 +97,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "Q8_0": {"bits": 8, "group": 32, "scales": "float16"},
     "Q4_0": {"bits": 4, "group": 32, "scales": "float16"},
     "Q4_K": {"bits": 4, "group": 32, "minima": True},
-    "Q5_K": {"bits": 8, "group": 32, "minima": True},
-    "Q6_K": {"bits": 8, "group": 16},
+    "Q5_K": {"bits": 8, "group": 32, "minima": True, "between": (0, 31)},
+    "Q6_K": {"bits": 8, "group": 16, "between": (-32, 31)},
     "GPTQ": {"bits": 4, "group": 128, "minima": True, "scales": "float16"},
     "GPTQ of 8 bits": {"bits": 8, "group": 128, "minima": True, "scales": "float16"},
     "W8A8": {"bits": 8, "group": 384, "scales": "bfloat16"},
@@ -96,6 +106,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"bits": 4, "group": 32, "scales": "bfloat16", "bias": True},
     "groups of 12": {"bits": 4, "group": 12, "minima": True, "bias": True},
     "groups of 4": {"bits": 8, "group": 4},
+    "small ones in groups of 12": {"bits": 8, "group": 12, "between": (-100, -37)},
 }
 
 
@@ -112,8 +123,8 @@ def test_every_bit_is_that_of_the_contract(probe: Probe, name: str) -> None:
 
 CODED: dict[str, dict[str, Any]] = {
     "Q4_K": {"bits": 4, "group": 32, "minima": True, "scales": "codes"},
-    "Q5_K": {"bits": 8, "group": 32, "minima": True, "scales": "codes"},
-    "Q6_K": {"bits": 8, "group": 16, "scales": "codes"},
+    "Q5_K": {"bits": 8, "group": 32, "minima": True, "scales": "codes", "between": (0, 31)},
+    "Q6_K": {"bits": 8, "group": 16, "scales": "codes", "between": (-32, 31)},
 }
 
 
@@ -130,11 +141,11 @@ def test_scales_that_are_codes_times_a_factor_stay_codes(probe: Probe, name: str
     assert probe.scale_type(weights) == 0
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_integers_at_their_extremes(probe: Probe, bits: int) -> None:
+@pytest.mark.parametrize(("bits", "stored"), [(8, (-128, 127, 0)), (8, (-31, 32, 0)), (4, (0, 15, 8))])
+def test_the_integers_at_their_extremes(probe: Probe, bits: int, stored: tuple[int, ...]) -> None:
     """Scales of 1 leave the sums of integers as they are; products of the largest values do not saturate."""
     k = 1024
-    rows = torch.stack([torch.full((k,), value) for value in ((-128, 127, 0) if bits == 8 else (0, 15, 8))])
+    rows = torch.stack([torch.full((k,), value) for value in stored])
     values = rows.to(torch.int8) if bits == 8 else pack_nibbles(rows)
     weights = QuantizedLinear(values, torch.ones(3, 1), None, bits, k)
     x = np.stack([np.full(k, 127), np.full(k, -127), np.where(np.arange(k) % 2, 127, -127)]).astype(np.float32)
@@ -145,7 +156,7 @@ def test_the_integers_at_their_extremes(probe: Probe, bits: int) -> None:
 
 def test_tiles_and_threads_change_no_bit(probe: Probe) -> None:
     x = random_rows(33, 256)
-    for name in ("int8", "int4", "Q4_K"):
+    for name in ("int8", "int4", "Q4_K", "Q6_K"):
         weights = random_weights(200, 256, **FORMATS[name])
         alone = probe(x, weights, rows=1)
         for rows in range(2, 34):
@@ -157,6 +168,7 @@ def test_parts_of_several_formats(probe: Probe) -> None:
     parts = (
         random_weights(128, 256, **FORMATS["Q4_K"]),
         random_weights(64, 256, **FORMATS["Q4_0"], bias=True),
+        random_weights(64, 256, **FORMATS["Q8_0"]),
         random_weights(65, 256, **FORMATS["Q6_K"]),
     )
     weights = JoinedLinear(parts)

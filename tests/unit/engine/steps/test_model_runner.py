@@ -285,7 +285,7 @@ def test_a_compiler_that_fails(fresh_library: Path, monkeypatch: pytest.MonkeyPa
 def test_a_process_that_builds_the_step_says_so(fresh_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
 
-    def build(compiler: str, path: Path) -> None:
+    def build(compiler: str, path: Path, parts: library.Parts) -> None:
         told.append(library.is_compiling())
         raise NativeUnavailable("no room")
 
