@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from farsight.engine.checkpoint.model_config import KV_SCALE_BYTES, DecoderConfig
+
+_BEHIND_BYTES = 64
+"""The compiled step reads whole vectors: the last one of a head may reach beyond the pool."""
 
 
 def pool_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -53,7 +57,8 @@ class KVPool:
         self.dtype = dtype
         width = config.head_dim + (KV_SCALE_BYTES if dtype == torch.int8 else 0)
         shape = (config.kv_rows, config.num_hidden_layers, num_blocks * block_size, config.num_key_value_heads, width)
-        data = torch.empty(shape, dtype=dtype, device=device)
+        size = math.prod(shape)
+        data = torch.empty(size + _BEHIND_BYTES // dtype.itemsize, dtype=dtype, device=device)[:size].view(shape)
         self.keys: tuple[Tensor, ...] = data[0].unbind(0)
         self.values: tuple[Tensor, ...] = data[-1].unbind(0)
         self._by_block = data.view(config.kv_rows, config.num_hidden_layers, num_blocks, -1)

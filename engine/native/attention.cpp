@@ -72,7 +72,7 @@ void attend(const Shape& shape, const Cache& cache, const Item& item, int kv_hea
       tiles[h].slope[r] = shape.slopes ? shape.slopes[head] : 0.0f;
       tiles[h].highest[r] = sinks ? sinks[head] : kLowest;  // as if it had been the first score
       tiles[h].total[r] = sinks ? 1.0f : 0.0f;
-      std::fill_n(tiles[h].results[r], d, 0.0f);
+      std::fill_n(tiles[h].results[r], whole_vectors(d), 0.0f);
     }
   }
   const float own_scale = shape.scale > 0 ? shape.scale : 1.0f / std::sqrt(float(d));

@@ -79,6 +79,9 @@ inline void each_block(const Shape& shape, const int32_t* blocks, int first, int
   }
 }
 
+// The lanes of the vectors that hold n values.
+constexpr int whole_vectors(int n) { return (n + kWidth - 1) / kWidth * kWidth; }
+
 inline i32v lane_numbers() {
   i32v lane;
   for (int i = 0; i < kWidth; ++i) lane[i] = i;

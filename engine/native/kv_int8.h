@@ -103,11 +103,12 @@ struct Int8Kv {
     });
     for (int r = 0; r < N; ++r) {
       round_group<kMost>(tile.scores[r], count, reinterpret_cast<int16_t*>(tile.weights[r]), &tile.factors[r]);
-      std::fill_n(tile.sums[r], shape.head_dim, 0);
+      std::fill_n(tile.sums[r], whole_vectors(shape.head_dim), 0);
     }
   }
 
-  // Adds the products of a span's weights and values to tile.sums, one or two vectors of dimensions at a time.
+  // Adds the products of a span's weights and values to tile.sums, one or two vectors of dimensions at a time; the last
+  // one as in kv_plain.h.
   template <int N>
   static void mix(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<N>& tile) {
     const int d = shape.head_dim;
@@ -116,7 +117,7 @@ struct Int8Kv {
     const int pairs = (span.count + 1) / 2;
     constexpr int U = vectors_together(N, 2);
     for (int i = 0; i < d; i += U * kWidth) {
-      const bool whole = i + U * kWidth <= d;
+      const bool whole = i + kWidth < d;
       i32v acc[N][U];
       for (int r = 0; r < N; ++r)
         for (int u = 0; u < U; ++u) acc[r][u] = u == 0 || whole ? load<i32v>(tile.sums[r] + i + u * kWidth) : i32v{};

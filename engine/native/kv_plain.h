@@ -63,7 +63,8 @@ struct PlainKv {
     for (int r = 0; r < N; ++r) pack_inputs<T>(tile.scores[r], count, tile.weights[r]);
   }
 
-  // Adds the weighted values of a span to tile.results, one or two vectors of dimensions at a time.
+  // Adds the weighted values of a span to tile.results, one or two vectors of dimensions at a time. The last vector may
+  // reach beyond the dimensions, into what lies behind them: no one reads these lanes of the results.
   template <int N>
   static void mix(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<N>& tile) {
     const int d = shape.head_dim;
@@ -73,7 +74,7 @@ struct PlainKv {
     const int lanes = (span.count + T::kPerLane - 1) / T::kPerLane;
     constexpr int U = vectors_together(N, 2);
     for (int i = 0; i < d; i += U * kWidth) {
-      const bool whole = i + U * kWidth <= d;
+      const bool whole = i + kWidth < d;
       f32v acc[N][U];
       for (int r = 0; r < N; ++r)
         for (int u = 0; u < U; ++u) acc[r][u] = u == 0 || whole ? load<f32v>(tile.results[r] + i + u * kWidth) : f32v{};

@@ -176,8 +176,8 @@ def native_problem(config: DecoderConfig, dtype: torch.dtype, block_size: int) -
         return f"{config.architecture} has blocks that are not compiled"
     if dtype not in _DTYPES:
         return f"dtype {dtype}: float32 and bfloat16 are compiled"
-    if config.head_dim % _VECTOR or config.head_dim > _MAX_HEAD_DIM:
-        return f"head_dim {config.head_dim}: multiples of {_VECTOR} up to {_MAX_HEAD_DIM} are compiled"
+    if config.head_dim % 2 or config.head_dim > _MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim}: even numbers up to {_MAX_HEAD_DIM} are compiled"
     if block_size % _VECTOR:
         return f"block_size {block_size}: multiples of {_VECTOR} are compiled"
     experts = config.experts

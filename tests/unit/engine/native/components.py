@@ -30,6 +30,7 @@ MODELS = {
     },
     "odd": {**ODD, "num_key_value_heads": 1},
     "odd_mha": {**ODD, "num_key_value_heads": 3},
+    "heads_of_20": {"head_dim": 20, "num_key_value_heads": 2},
     "experts": FAMILIES["qwen3 moe"],
     "shared_experts": FAMILIES["qwen2 moe"],
     "long_window": {"architecture": "MistralForCausalLM", "num_key_value_heads": 2, "sliding_window": 140},

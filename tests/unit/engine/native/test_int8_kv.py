@@ -106,7 +106,7 @@ def test_every_instruction_set_computes_the_same_integers(build: str, tmp_path: 
     """Scores and sums, extremes included; numbers of tokens and dimensions that fill no pair of vectors."""
     compiled = compiled_probe("kv_probe.cpp", build, tmp_path)
     rng = np.random.default_rng(0)
-    for tokens, d in ((1, 16), (37, 48), (128, 64), (127, 256)):
+    for tokens, d in ((1, 16), (37, 48), (5, 20), (33, 24), (18, 40), (128, 64), (127, 256)):
         keys, values = rng.normal(size=(2, tokens, d)).astype(np.float32)
         queries = rng.normal(size=(3, d)).astype(np.float32)
         if d == 256:

@@ -5,8 +5,9 @@ Also with weights in 8 and 4 bits (ADR 42), and with keys and values in 8 bits (
 
 from __future__ import annotations
 
+import platform
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ from farsight.engine.checkpoint.quantized import QuantizedLinear
 from farsight.engine.checkpoint.weights import Linear, load_weights
 from farsight.engine.engine import Engine
 from farsight.engine.models.quantize import quantize_weights
+from farsight.engine.native import library
+from tests.unit.engine.native import exact_step
 from tests.unit.engine.native.components import MODELS, Components, assert_same, random_tokens
 from tests.unit.engine.native.exact_step import ExactStep
+from tests.unit.engine.small_models import save_model
 
 Saved = Callable[[str], Path]
 
 DTYPES = ["float32", "bfloat16"]
-BY_DAY_IN_BFLOAT16 = ("gqa", "odd", "experts")
+BY_DAY_IN_BFLOAT16 = ("gqa", "odd", "heads_of_20", "experts")
 
 
 def each_in(shapes: Iterable[str], *more: Any) -> list[ParameterSet]:
@@ -141,11 +145,12 @@ ROUNDED = ("gqa", "tied", "odd", "biases", "qwen3", "phi3", "opt")
 @pytest.mark.parametrize(
     ("shape", "dtype", "how"),
     [
-        *each_in(("gqa", "odd", "biases", "qwen3", "phi3", "opt", "long_window", "experts", "shared_experts"), {}),
+        *each_in(("gqa", "odd", "heads_of_20", "biases", "qwen3", "phi3", "opt"), {}),
+        *each_in(("long_window", "experts", "shared_experts"), {}),
         *[(shape, dtype, how) for shape in ROUNDED for dtype in DTYPES for how in (INT8, INT4)],
         *[
             (shape, dtype, INT8_KV)
-            for shape in ("gqa", "mha", "mqa", "odd", "qwen3", "opt", "long_window")
+            for shape in ("gqa", "mha", "mqa", "odd", "heads_of_20", "qwen3", "opt", "long_window")
             for dtype in DTYPES
         ],
     ],
@@ -160,6 +165,35 @@ def test_the_roundings_are_those_of_the_contract(saved: Saved, shape: str, dtype
     exact = ExactStep(config, weights, len(tokens), int8_kv=how == INT8_KV)
     ours = Components(saved(shape), dtype, [tokens], seed=0, **how).run(1, 41)
     assert np.array_equal(torch.stack(ours.logits["0"]).numpy(), exact.logits(tokens))
+
+
+@pytest.fixture(params=["x86-64-v3", "x86-64"])
+def other_registers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compiled step, and its contract, for processors whose registers hold 8 and 4 lanes."""
+    avx2 = request.param == "x86-64-v3"
+    flags = [flag for flag in library.COMPILE_FLAGS if not flag.startswith("-march")]
+    monkeypatch.setattr(library, "COMPILE_FLAGS", [*flags, f"-march={request.param}"])
+    monkeypatch.setattr(exact_step, "WIDTH", 8 if avx2 else 4)
+    monkeypatch.setattr(exact_step.fma, "__kwdefaults__", {"fused": avx2})
+    library.load_library.cache_clear()
+    yield
+    library.load_library.cache_clear()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="its registers have one width")
+@pytest.mark.usefixtures("other_registers")
+def test_heads_that_fill_no_vector_on_other_registers(tmp_path: Path) -> None:
+    (tokens,) = random_tokens((140,))
+    for head_dim in (18, 20, 24, 40):
+        model_dir = save_model(tmp_path / str(head_dim), head_dim=head_dim, num_key_value_heads=2)
+        config = load_model_config(model_dir)
+        cases: list[tuple[str, dict[str, Any]]] = [("float32", {}), ("bfloat16", {}), ("float32", INT8_KV)]
+        for dtype, how in cases:
+            weights = load_weights(model_dir, config, getattr(torch, dtype))
+            exact = ExactStep(config, weights, len(tokens), int8_kv=how == INT8_KV)
+            ours = Components(model_dir, dtype, [tokens], seed=0, **how).run(1, 41)
+            assert np.array_equal(torch.stack(ours.logits["0"]).numpy(), exact.logits(tokens)), (head_dim, dtype, how)
 
 
 @pytest.mark.parametrize("shape", ROUNDED)
