@@ -10,7 +10,7 @@ import pytest
 
 from tools import house
 from tools.coverage_table import main
-from tools.reference.beside_vllm import PICTURE, beside_vllm
+from tools.reference.chats_picture import PICTURE, chats_picture
 from tools.reference.regions import DOCS, REGIONS, with_regions
 from tools.request_path import ROOT, trace_request
 from tools.rooms import ROOMS
@@ -77,7 +77,7 @@ def test_the_page_is_up_to_date(page: str) -> None:
 
 
 def test_the_picture_is_up_to_date() -> None:
-    assert (DOCS / PICTURE).read_text("utf-8") == beside_vllm(DOCS), "run: python -m tools.reference"
+    assert (DOCS / PICTURE).read_text("utf-8") == chats_picture(DOCS), "run: python -m tools.reference"
 
 
 STATIONS = (
