@@ -48,6 +48,8 @@ PARTS: Parts = (
     ("attention.cpp", "-DFARSIGHT_KV=PlainKv<Bf16>"),
     ("attention.cpp", "-DFARSIGHT_KV=PlainKv<F32>"),
     ("attention.cpp", "-DFARSIGHT_KV=Int8Kv"),
+    ("attention.cpp", "-DFARSIGHT_KV=LatentKv<Bf16>"),
+    ("attention.cpp", "-DFARSIGHT_KV=LatentKv<F32>"),
     ("dense.cpp",),
     ("sampler.cpp",),
 )
