@@ -43,6 +43,7 @@ inline i32v dot2(i32v acc, i32v v, uint32_t x) {
 struct Int8Kv {
   static constexpr int kMost = 32767;  // the largest rounded query or weight
   static constexpr int kHeadsTogether = farsight::kHeadsTogether, kMaxValue = kMaxHeadDim;
+  static constexpr bool kIsLatent = false;
 
   // The integer sums of a chunk, and the scale of its weights.
   template <int N>

@@ -24,6 +24,7 @@ template <class T>
 struct LatentKv {
   typedef typename T::Element Element;
   static constexpr int kHeadsTogether = 1, kMaxValue = kMaxLatent;
+  static constexpr bool kIsLatent = true;
   static constexpr int kVectors = (kMaxQueries + kWidth - 1) / kWidth;  // of the queries of a tile
   static constexpr int kTokens = kVectors > 1 ? 4 : 8;                  // that are scored together: kWidth is a multiple
 

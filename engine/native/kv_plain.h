@@ -13,6 +13,7 @@ namespace farsight {
 template <class T>
 struct PlainKv {
   static constexpr int kHeadsTogether = farsight::kHeadsTogether, kMaxValue = kMaxHeadDim;
+  static constexpr bool kIsLatent = false;
 
   template <int N>
   struct Own {};

@@ -26,7 +26,15 @@ from farsight.engine.attention.layout import (
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from farsight.engine.checkpoint.rotary_config import RotaryConfig
-from farsight.engine.checkpoint.weights import ExpertWeights, LatentWeights, LayerWeights, Linear, Matrix, ModelWeights, Norm
+from farsight.engine.checkpoint.weights import (
+    ExpertWeights,
+    LatentWeights,
+    LayerWeights,
+    Linear,
+    Matrix,
+    ModelWeights,
+    Norm,
+)
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.models.model import embedding_scale, last_hidden
 from farsight.engine.models.rotary import rotary_tables

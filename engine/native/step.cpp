@@ -90,8 +90,9 @@ Angles angles_of(const Layer& layer, const FsStep& s, int64_t row) {
 }
 
 // Outputs of the qkv product that become queries; keys and values follow.
+template <class Kv>
 int query_outputs(const FsConfig& c, const Layer& layer) {
-  return layer.latent ? layer.qkv->n - layer.latent->width() : c.heads * c.head_dim;
+  return Kv::kIsLatent ? layer.qkv->n - layer.latent->width() : c.heads * c.head_dim;
 }
 
 // Norms and turns `heads` consecutive heads of a row.
@@ -132,8 +133,8 @@ void take_latent_queries(Model& m, const Layer& layer, const FsStep& s, int rows
 template <class Kv>
 void take_kv(Model& m, const Layer& layer, float* qkv, Angles angles, int64_t slot) {
   const FsConfig& c = m.config;
-  float* keys = qkv + query_outputs(c, layer);
-  if (layer.latent) {
+  float* keys = qkv + query_outputs<Kv>(c, layer);
+  if constexpr (Kv::kIsLatent) {
     float* own = keys + layer.latent->turned;
     rms_norm(own, layer.latent->rank(), layer.latent->kv_norm, kLatentEps, own);
   }
@@ -149,11 +150,11 @@ void project(Model& m, const Layer& layer, const FsStep& s) {
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       float* qkv = m.wide.data() + size_t(row) * linear.n;
-      if (!layer.latent) take_queries<Kv>(m, layer, qkv, angles_of(layer, s, row), row);
+      if constexpr (!Kv::kIsLatent) take_queries<Kv>(m, layer, qkv, angles_of(layer, s, row), row);
       take_kv<Kv>(m, layer, qkv, angles_of(layer, s, row), s.slot_ids[row]);
     }
   });
-  if (layer.latent) take_latent_queries<Kv>(m, layer, s, s.num_rows, [](int row) { return row; });
+  if constexpr (Kv::kIsLatent) take_latent_queries<Kv>(m, layer, s, s.num_rows, [](int row) { return row; });
 }
 
 // Keys and values of every row, queries only of the sampled rows: query row r is that of sample r. A panel that holds
@@ -161,7 +162,7 @@ void project(Model& m, const Layer& layer, const FsStep& s) {
 template <class Kv>
 void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
   const Linear& linear = *layer.qkv;
-  const int size = query_outputs(m.config, layer);
+  const int size = query_outputs<Kv>(m.config, layer);
   apply(m.team, linear, m.packed.data(), s.num_rows, m.wide.data(), false, size / kPanel, linear.panels);
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row)
@@ -172,11 +173,13 @@ void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
     std::copy_n(m.packed.data() + s.sample_rows[r] * linear.stride, linear.stride,
                 m.picked.data() + size_t(r) * linear.stride);
   apply(m.team, linear, m.picked.data(), s.num_samples, m.wide.data(), false, 0, (size + kPanel - 1) / kPanel);
-  if (layer.latent) return take_latent_queries<Kv>(m, layer, s, s.num_samples, [&](int r) { return s.sample_rows[r]; });
-  m.team.share_ranges(s.num_samples, [&](int begin, int end) {
-    for (int r = begin; r < end; ++r)
-      take_queries<Kv>(m, layer, m.wide.data() + size_t(r) * linear.n, angles_of(layer, s, s.sample_rows[r]), r);
-  });
+  if constexpr (Kv::kIsLatent)
+    take_latent_queries<Kv>(m, layer, s, s.num_samples, [&](int r) { return s.sample_rows[r]; });
+  else
+    m.team.share_ranges(s.num_samples, [&](int begin, int end) {
+      for (int r = begin; r < end; ++r)
+        take_queries<Kv>(m, layer, m.wide.data() + size_t(r) * linear.n, angles_of(layer, s, s.sample_rows[r]), r);
+    });
 }
 
 // Attends every item and packs the results of `rows` rows as inputs of layer.out. One task is one item and some of its
@@ -188,7 +191,7 @@ void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items, 
   int most = 1;
   for (const Item& item : items) most = std::max(most, parts_of(m.shape, item));
   const int parts = std::clamp(wanted / std::max(1, int(items.size())), 1, most);
-  if (layer.latent) ensure(m.latent_rows.packed, size_t(rows) * m.config.heads * layer.latent->values[0]->stride);
+  if constexpr (Kv::kIsLatent) ensure(m.latent_rows.packed, size_t(rows) * m.config.heads * layer.latent->values[0]->stride);
   for (size_t i = 0; i < items.size(); ++i) m.parts_left[i].store(parts, std::memory_order_relaxed);
   m.team.share(int(items.size()) * parts, [&](int task) {
     const Item& item = items[task / parts];
@@ -198,13 +201,13 @@ void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items, 
     if (m.parts_left[task / parts].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (int row = item.out_row; row < item.out_row + item.num_queries; ++row) {
       const float* attended = m.attended.data() + size_t(row) * size;
-      if (layer.latent)
+      if constexpr (Kv::kIsLatent)
         pack_sums(*layer.latent, attended, row, rows, m.latent_rows);
       else
         layer.out->pack(attended, m.packed.data() + size_t(row) * layer.out->stride);
     }
   });
-  if (layer.latent) make_values(m.team, *layer.latent, *layer.out, rows, m.latent_rows, m.packed.data());
+  if constexpr (Kv::kIsLatent) make_values(m.team, *layer.latent, *layer.out, rows, m.latent_rows, m.packed.data());
 }
 
 // Applies the activation to a row of the first product of an MLP; it becomes n inputs of the second.

@@ -137,9 +137,7 @@ def test_every_number_of_decode_rows(saved: Saved, shape: str, dtype: str) -> No
     ("shape", "dtype", "how"),
     [("gqa", "float32", {}), ("gqa", "bfloat16", {}), ("gqa", "bfloat16", INT8_KV), ("latents", "bfloat16", {})],
 )
-def test_a_prefix_that_another_request_has_computed(
-    saved: Saved, shape: str, dtype: str, how: dict[str, Any]
-) -> None:
+def test_a_prefix_that_another_request_has_computed(saved: Saved, shape: str, dtype: str, how: dict[str, Any]) -> None:
     """Its blocks are taken over; what follows is as if the sequence had computed them by itself."""
     first, second = random_tokens((150, 170))
     second[:144] = first[:144]
