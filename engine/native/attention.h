@@ -1,6 +1,7 @@
 // Causal attention over the blocks of the KV pool, for decode rows and prompt chunks alike. The kernel reads the keys
 // once, kChunkTokens tokens at a time, and corrects the softmax between chunks, so the scratch memory does not grow with
-// the context. How a block holds keys and values, and how they are multiplied, is the format's: kv_plain.h, kv_int8.h.
+// the context. How a block holds keys and values, and how they are multiplied, is the format's: kv_plain.h, kv_int8.h,
+// kv_latent.h.
 //
 // A query's result is one sequence of roundings, whatever tile computes it: the softmax is corrected at the multiples of
 // kChunkTokens, counted from the beginning of the sequence. Tokens that a query does not see have the weight 0, which
@@ -26,6 +27,7 @@ constexpr float kLowest = -1e30f;
 
 struct Shape {
   int heads, kv_heads, head_dim, block_size;
+  int value_dim;                  // of the results of a head; of latents less than head_dim
   float scale = 0;                // of products; 0: 1 / sqrt(head_dim)
   float cap = 0;                  // scaled products s become cap * tanh(s / cap); 0: they do not
   const float* slopes = nullptr;  // of ALiBi, by query head, or none
@@ -46,18 +48,15 @@ struct Cache {
   uint8_t* values;
 };
 
-// The running softmax of N queries of one KV head.
-template <int N>
-struct Tile {
+// The running softmax of N queries of one KV head, with what the format keeps of them besides.
+template <class Kv, int N>
+struct Tile : Kv::template Own<N> {
   const uint32_t* query[N];
   float* result[N];
   float highest[N], total[N], slope[N];
   alignas(64) float scores[N][kChunkTokens];      // then the weights
   alignas(64) uint32_t weights[N][kChunkTokens];  // as the format multiplies them
-  alignas(64) float results[N][kMaxHeadDim];
-  // Of a format that multiplies integers: their sums in a chunk, and the scale of its weights.
-  alignas(64) int32_t sums[N][kMaxHeadDim];
-  float factors[N];
+  alignas(64) float results[N][Kv::kMaxValue];
 };
 
 // Tokens of one block: `count` from `offset` on, the chunk's from `t` on. `later` is the block that the next chunk has in
@@ -88,11 +87,16 @@ inline i32v lane_numbers() {
   return lane;
 }
 
-// Attends an item for the KV heads first .. last. Results are float32 [rows, heads, head_dim]. `sinks`: a score of each
+// Parts that an item can be cut into: its KV heads, or where there is one, tiles of its queries.
+inline int parts_of(const Shape& shape, const Item& item) {
+  return shape.kv_heads > 1 ? shape.kv_heads : (item.num_queries * shape.group() + kMaxQueries - 1) / kMaxQueries;
+}
+
+// Attends the parts first .. last of an item. Results are float32 [rows, heads, value_dim]. `sinks`: a score of each
 // head that takes part in the softmax and has no value, or none. Each format of keys and values has it in a part of its own
 // (attention.cpp).
 template <class Kv>
-void attend_heads(const Shape& shape, const Cache& cache, const Item& item, int first, int last, int window,
+void attend_parts(const Shape& shape, const Cache& cache, const Item& item, int first, int last, int window,
                   const float* sinks, const uint32_t* queries, float* out);
 
 }  // namespace farsight

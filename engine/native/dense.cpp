@@ -2,8 +2,13 @@
 //
 // Each output is one chain of multiply-adds over the lanes of k, in their order, from 0; then the bias is added, then what
 // the output is added to. Tiles of every height keep to that.
-#include <vector>
+//
+// Tiles that share a panel go through a part of its lanes one after the other, which stays in the first-level cache; their
+// sums wait on the stack until they come to the next part.
+#include <algorithm>
 
+#include "bytes.h"
+#include "dense_tiles.h"
 #include "lanes.h"
 #include "parts.h"
 
@@ -12,6 +17,7 @@ namespace farsight {
 namespace {
 
 constexpr int kLanesTogether = 64;  // 16 KiB of a panel
+constexpr int kTilesTogether = 16;  // whose sums, 24 KiB, wait
 
 // The weights lie in panels of kPanel columns: [panels][lanes of k][kPanel] lanes.
 template <class T>
@@ -21,8 +27,8 @@ class DenseLinear final : public Linear {
 
   // Copies the weights [n, k]; the bias [n], which may be none, stays where it is.
   DenseLinear(const Element* rows, const float* bias, int n, int k)
-      : Linear(n, k, input_words<T>(k)), lanes_((k + T::kPerLane - 1) / T::kPerLane), bias_(bias) {
-    weight_.assign(size_t(panels) * lanes_ * kPanel, 0);
+      : Linear(n, k, spread_stride(input_words<T>(k))), lanes_((k + T::kPerLane - 1) / T::kPerLane), bias_(bias) {
+    weight_.resize(size_t(panels) * lanes_ * kPanel * sizeof(uint32_t));
     auto* packed = reinterpret_cast<Element*>(weight_.data());
     for (int row = 0; row < n; ++row) {
       const size_t column = size_t(row / kPanel) * lanes_ * kPanel + row % kPanel;
@@ -37,71 +43,94 @@ class DenseLinear final : public Linear {
 
   void multiply(int p, const uint32_t* packed, int rows, float* out, bool add, int next) const override {
     const int tiles = (rows + kMaxRows - 1) / kMaxRows;  // of nearly equal height
-    for (int t = 0; t < tiles; ++t) {
-      const int begin = rows * t / tiles, end = rows * (t + 1) / tiles;
-      const uint32_t* a = packed + size_t(begin) * stride;
-      float* to = out + size_t(begin) * n;
-      const Ahead ahead(bytes(p), next < 0 ? nullptr : bytes(next), t, tiles);
-      switch (end - begin) {
-        case 1: finish_tile<1>(p, a, to, add, ahead); break;
-        case 2: finish_tile<2>(p, a, to, add, ahead); break;
-        case 3: finish_tile<3>(p, a, to, add, ahead); break;
-        case 4: finish_tile<4>(p, a, to, add, ahead); break;
-        case 5: finish_tile<5>(p, a, to, add, ahead); break;
-        default: finish_tile<6>(p, a, to, add, ahead);
+    const bool whole = tiles == 1 && vectors_together(rows, kVectors) == kVectors;
+    const int fitting = whole ? lanes_ : kLanesTogether;
+    const auto row_of = [&](int tile) { return int(int64_t(rows) * tile / tiles); };
+    alignas(64) f32v sums[kTilesTogether * kMaxRows][kVectors];
+    for (int first = 0; first < tiles; first += kTilesTogether) {
+      const int last = std::min(tiles, first + kTilesTogether), begin = row_of(first);
+      for (int lane = 0; lane < lanes_; lane += fitting) {
+        const int lanes = std::min(fitting, lanes_ - lane);
+        const uint8_t* here = panel(p) + size_t(lane) * kPanel * sizeof(uint32_t);
+        const uint8_t* following = lane + lanes < lanes_ ? here + size_t(lanes) * kPanel * sizeof(uint32_t)
+                                   : next < 0            ? nullptr
+                                                         : panel(next);
+        for (int t = first; t < last; ++t) {
+          const Ahead ahead(here, following, t, tiles);
+          const uint32_t* a = packed + size_t(row_of(t)) * stride + lane * T::kSteps;
+          add_tile(row_of(t + 1) - row_of(t), reinterpret_cast<const uint32_t*>(here), lanes, a, lane == 0,
+                   sums + (row_of(t) - begin), ahead);
+        }
       }
+      finish_panel(*this, p, bias_, sums, row_of(last) - begin, out + size_t(begin) * n, add);
     }
   }
 
  private:
-  const uint8_t* bytes(int p) const {
-    return reinterpret_cast<const uint8_t*>(weight_.data() + size_t(p) * lanes_ * kPanel);
-  }
+  const uint8_t* panel(int p) const { return weight_.data() + size_t(p) * lanes_ * kPanel * sizeof(uint32_t); }
 
-  // Sums of a tile of R rows over one panel. As many of its vectors are computed together as the registers hold, and
-  // where these are not all, they take turns with what the first-level cache holds of the panel.
-  template <int R>
-  void sum_tile(int p, const uint32_t* a, const Ahead& ahead, f32v (&sums)[R][kVectors]) const {
-    constexpr int V = vectors_together(R, kVectors);
-    const uint32_t* weight = weight_.data() + size_t(p) * lanes_ * kPanel;
-    for (int r = 0; r < R; ++r)
-      for (int j = 0; j < kVectors; ++j) sums[r][j] = f32v{};
-    const int fitting = V == kVectors ? lanes_ : kLanesTogether;
-    for (int first = 0; first < lanes_; first += fitting) {
-      const int end = std::min(lanes_, first + fitting);
-      for (int j = 0; j < kVectors; j += V) {
-        f32v acc[R][V];
-        for (int r = 0; r < R; ++r)
-          for (int v = 0; v < V; ++v) acc[r][v] = sums[r][j + v];
-        for (int lane = first; lane < end; ++lane) {
-          const uint32_t* w = weight + size_t(lane) * kPanel;
-          if (j == 0) ahead.step(w);
-          add_products<T, true>(acc, w + j * kWidth, [&](int r) { return a + size_t(r) * stride + lane * T::kSteps; });
-        }
-        for (int r = 0; r < R; ++r)
-          for (int v = 0; v < V; ++v) sums[r][j + v] = acc[r][v];
-      }
+  void add_tile(int rows, const uint32_t* weight, int lanes, const uint32_t* a, bool fresh, f32v (*sums)[kVectors],
+                const Ahead& ahead) const {
+    switch (rows) {
+      case 1: return add_rows<1>(weight, lanes, a, fresh, sums, ahead);
+      case 2: return add_rows<2>(weight, lanes, a, fresh, sums, ahead);
+      case 3: return add_rows<3>(weight, lanes, a, fresh, sums, ahead);
+      case 4: return add_rows<4>(weight, lanes, a, fresh, sums, ahead);
+      case 5: return add_rows<5>(weight, lanes, a, fresh, sums, ahead);
+      default: return add_rows<6>(weight, lanes, a, fresh, sums, ahead);
     }
   }
 
+  // Adds the products of some lanes of a panel to the sums of a tile of R rows; `fresh` ones begin at 0. As many of its
+  // vectors are computed together as the registers hold.
   template <int R>
-  void finish_tile(int p, const uint32_t* a, float* out, bool add, const Ahead& ahead) const {
-    f32v sums[R][kVectors];
-    sum_tile<R>(p, a, ahead, sums);
-    finish_panel<R>(*this, p, bias_, sums, out, add);
+  __attribute__((noinline)) void add_rows(const uint32_t* weight, int lanes, const uint32_t* a, bool fresh,
+                                          f32v (*sums)[kVectors], const Ahead& ahead) const {
+    constexpr int V = vectors_together(R, kVectors);
+    for (int j = 0; j < kVectors; j += V) {
+      f32v acc[R][V] = {};
+      if (!fresh) {
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+          for (int v = 0; v < V; ++v) acc[r][v] = sums[r][j + v];
+      }
+      for (int lane = 0; lane < lanes; ++lane) {
+        const uint32_t* w = weight + size_t(lane) * kPanel;
+        if (j == 0) ahead.step(w);
+        add_products<T, true>(acc, w + j * kWidth, [&](int r) { return a + size_t(r) * stride + lane * T::kSteps; });
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) sums[r][j + v] = acc[r][v];
+    }
   }
 
   const int lanes_;
-  std::vector<uint32_t> weight_;
+  Bytes weight_;
   const float* bias_;
 };
 
 }  // namespace
 
 std::unique_ptr<Linear> make_dense(bool bf16, const FsLinear& from) {
+#ifdef __AMX_BF16__
+  if (bf16 && has_tiles())
+    return std::make_unique<TileLinear>(static_cast<const uint16_t*>(from.weight), from.bias, from.n, from.k);
+#endif
   if (bf16)
     return std::make_unique<DenseLinear<Bf16>>(static_cast<const uint16_t*>(from.weight), from.bias, from.n, from.k);
   return std::make_unique<DenseLinear<F32>>(static_cast<const float*>(from.weight), from.bias, from.n, from.k);
 }
 
 }  // namespace farsight
+
+// Whether products in bfloat16 go by tiles, in their order.
+extern "C" int32_t fs_has_tiles() {
+#ifdef __AMX_BF16__
+  return farsight::has_tiles();
+#else
+  return 0;
+#endif
+}

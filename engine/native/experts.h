@@ -5,6 +5,8 @@
 // experts of a row give is added up in the order in which the router prefers them.
 #pragma once
 
+#include <algorithm>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -23,8 +25,10 @@ void ensure(V& v, size_t n) {
 
 struct Experts {
   int count = 0, active = 0;
-  bool normalized = false, shared_gate = false;
+  bool normalized = false, shared_gate = false, sigmoid = false;
+  int groups = 1, active_groups = 1, group_best = 1;
   float scale = 1.0f;
+  const float* correction = nullptr;
   std::unique_ptr<Linear> router;
   std::vector<std::unique_ptr<Linear>> up, down;
 };
@@ -47,9 +51,59 @@ struct ExpertTile {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 
+// Makes the scores of a row -inf but for those of its best groups; of equal groups the lower number counts. Scores that
+// are NaN, which have no order, stay for `choose` to find.
+inline void keep_groups(const Experts& experts, float* scores) {
+  if (std::any_of(scores, scores + experts.count, [](float score) { return score != score; })) return;
+  const int size = experts.count / experts.groups;
+  std::vector<float> sums(experts.groups), group(size);
+  for (int g = 0; g < experts.groups; ++g) {
+    std::copy_n(scores + g * size, size, group.begin());
+    std::partial_sort(group.begin(), group.begin() + experts.group_best, group.end(), std::greater<float>());
+    for (int i = 0; i < experts.group_best; ++i) sums[g] += group[i];
+  }
+  std::vector<bool> kept(experts.groups);
+  for (int i = 0; i < experts.active_groups; ++i) {
+    int best = -1;
+    for (int g = 0; g < experts.groups; ++g)
+      if (!kept[g] && (best < 0 || sums[g] > sums[best])) best = g;
+    kept[best] = true;
+  }
+  for (int i = 0; i < experts.count; ++i)
+    if (!kept[i / size]) scores[i] = -std::numeric_limits<float>::infinity();
+}
+
+// For a score that is not finite: what the row gives must tell.
+inline void lose_row(const Experts& experts, int* chosen, float* weights) {
+  for (int i = 0; i < experts.active; ++i) chosen[i] = i, weights[i] = std::numeric_limits<float>::quiet_NaN();
+}
+
+// The same as `route` where the weights are sigmoids of the scores.
+inline void route_by_sigmoid(const Experts& experts, float* scores, int* chosen, float* weights) {
+  std::vector<float> each(experts.count);
+  for (int i = 0; i < experts.count; ++i) {
+    each[i] = sigmoid(scores[i]);
+    scores[i] = experts.correction ? each[i] + experts.correction[i] : each[i];
+  }
+  if (experts.groups > 1) keep_groups(experts, scores);
+  float total = 0.0f;
+  for (int j = 0; j < experts.active; ++j) {
+    int64_t best;
+    choose(scores, experts.count, &best);
+    if (best < 0) return lose_row(experts, chosen, weights);
+    chosen[j] = int(best);
+    weights[j] = each[best];
+    scores[best] = -std::numeric_limits<float>::infinity();
+    total += weights[j];
+  }
+  const float divisor = experts.normalized ? total + 1e-20f : 1.0f;  // a sigmoid may be 0
+  for (int j = 0; j < experts.active; ++j) weights[j] = weights[j] / divisor * experts.scale;
+}
+
 // The experts of a row and their weights, best first; of equal scores the lower number. `scores` is changed.
 inline void route(const Experts& experts, float* scores, int* chosen, float* weights) {
   const int n = experts.count;
+  if (experts.sigmoid) return route_by_sigmoid(experts, scores, chosen, weights);
   float top = scores[0], total = 0.0f;
   for (int i = 1; i < n; ++i) top = std::max(top, scores[i]);
   if (!experts.normalized) {
@@ -61,13 +115,11 @@ inline void route(const Experts& experts, float* scores, int* chosen, float* wei
     }
     total = sum(sums);
   }
+  if (experts.groups > 1) keep_groups(experts, scores);
   for (int j = 0; j < experts.active; ++j) {
     int64_t best;
     choose(scores, n, &best);
-    if (best < 0) {  // a score that is not finite: whatever the row gives must tell
-      for (int i = 0; i < experts.active; ++i) chosen[i] = i, weights[i] = std::numeric_limits<float>::quiet_NaN();
-      return;
-    }
+    if (best < 0) return lose_row(experts, chosen, weights);
     chosen[j] = int(best);
     weights[j] = exp(scores[best] - top);
     scores[best] = -std::numeric_limits<float>::infinity();

@@ -18,6 +18,7 @@ struct FsConfig {
   int32_t gated;     // the MLP multiplies its activated half with the other one
   int32_t parallel;  // attention and MLP read the layer's input; 0: the MLP reads what attention has added to
   int32_t row_norm;  // q_norm and k_norm are of all heads as one row; 0: of each head
+  int32_t latent;    // values of a latent: the last ones of the row that all heads read; 0: keys and values are apart
   float norm_eps, embedding_scale, residual_scale, logit_scale;
   float attention_scale;           // 0: 1 / sqrt(head_dim)
   float attention_cap, logit_cap;  // of a soft cap; 0: none
@@ -52,10 +53,22 @@ struct FsExperts {
   int32_t count, active;  // 0: the layer has none
   int32_t normalized;     // the weights of a row's experts are divided by their sum
   int32_t shared_gate;    // the router's last output is the gate of `up` and `down` of the layer
+  int32_t sigmoid;        // scores are sigmoids; 0: a softmax
+  int32_t groups, active_groups, group_best;  // as of Experts (engine/checkpoint/families/record.py); 1, 1, 1: all are one
   float scale;            // of the weights
+  const float* correction;  // added to the scores for the choice, [count], or none
   FsLinear router;
   const FsLinear* up;     // [count]
   const FsLinear* down;
+};
+
+// Latent attention: the first matrix of a layer makes queries or their latent, then the row of a token.
+struct FsLatent {
+  const float* q_norm;    // [inputs of q_up]
+  const float* kv_norm;   // [latent]
+  FsLinear q_up;          // or none
+  FsLinear keys, values;  // those of the first head; copied. That of the keys lies as [k, n]
+  int32_t head_stride;    // from a head's values to those of the next one
 };
 
 struct FsLayer {
@@ -72,6 +85,7 @@ struct FsLayer {
   void* values;
   const float* sinks;  // scores that take part in the softmax, [heads], or none
   FsExperts experts;
+  FsLatent latent;
 };
 
 struct FsStep {

@@ -42,6 +42,15 @@ inline i32v dot2(i32v acc, i32v v, uint32_t x) {
 
 struct Int8Kv {
   static constexpr int kMost = 32767;  // the largest rounded query or weight
+  static constexpr int kHeadsTogether = farsight::kHeadsTogether, kMaxValue = kMaxHeadDim;
+  static constexpr bool kIsLatent = false;
+
+  // The integer sums of a chunk, and the scale of its weights.
+  template <int N>
+  struct Own {
+    alignas(64) int32_t sums[N][kMaxHeadDim];
+    float factors[N];
+  };
 
   // A query: pairs of 16 bits, then the scale.
   static int query_words(int d) { return d / 2 + 1; }
@@ -72,8 +81,12 @@ struct Int8Kv {
   // Nothing: a weight of 0 takes any integer off.
   static void end_values(const Shape&, const Cache&, const Item&) {}
 
+  // Nothing: queries lie as they are multiplied.
   template <int N>
-  static void score(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<N>& tile) {
+  static void take_queries(const Shape&, Tile<Int8Kv, N>&) {}
+
+  template <int N>
+  static void score(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<Int8Kv, N>& tile) {
     const int64_t at = place(shape, span.block, head);
     const float* of_keys = scales(shape, cache.keys + at) + span.offset;
     const uint8_t *keys = cache.keys + at + 2 * span.offset, *values = cache.values + at + 2 * span.offset;
@@ -87,7 +100,7 @@ struct Int8Kv {
 
   // Multiplies the weights by the values' scales and rounds them, those of a chunk together.
   template <int N>
-  static void take_weights(const Shape& shape, const Cache& cache, const int32_t* blocks, int head, Tile<N>& tile,
+  static void take_weights(const Shape& shape, const Cache& cache, const int32_t* blocks, int head, Tile<Int8Kv, N>& tile,
                            int first, int count, const int (&begin)[N], const int (&end)[N]) {
     each_block(shape, blocks, first, count, first + count, [&](const Span& span) {
       const float* of_values = scales(shape, cache.values + place(shape, span.block, head)) + span.offset;
@@ -110,7 +123,7 @@ struct Int8Kv {
   // Adds the products of a span's weights and values to tile.sums, one or two vectors of dimensions at a time; the last
   // one as in kv_plain.h.
   template <int N>
-  static void mix(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<N>& tile) {
+  static void mix(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<Int8Kv, N>& tile) {
     const int d = shape.head_dim;
     const uint8_t* values = cache.values + place(shape, span.block, head) + int64_t(span.offset) * d;
     const uint8_t* ahead = cache.keys + place(shape, span.later, head);
@@ -142,7 +155,7 @@ struct Int8Kv {
 
   // Takes the sums of a chunk into the results.
   template <int N>
-  static void end_chunk(const Shape& shape, Tile<N>& tile) {
+  static void end_chunk(const Shape& shape, Tile<Int8Kv, N>& tile) {
     for (int r = 0; r < N; ++r)
       for (int i = 0; i < shape.head_dim; i += kWidth) {
         const f32v sums = __builtin_convertvector(load<i32v>(tile.sums[r] + i), f32v);
@@ -167,7 +180,7 @@ struct Int8Kv {
   // Scores of U vectors of tokens; the lines of the values that it reads ahead lie as those of the keys do.
   template <int N, int U>
   static void score_vectors(const Shape& shape, const uint8_t* keys, const uint8_t* values, const float* of_keys,
-                            Tile<N>& tile, int t) {
+                            Tile<Int8Kv, N>& tile, int t) {
     const int pairs = shape.head_dim / 2;
     i32v acc[N][U] = {};
     for (int i = 0; i < pairs; ++i) {

@@ -12,6 +12,12 @@ namespace farsight {
 
 template <class T>
 struct PlainKv {
+  static constexpr int kHeadsTogether = farsight::kHeadsTogether, kMaxValue = kMaxHeadDim;
+  static constexpr bool kIsLatent = false;
+
+  template <int N>
+  struct Own {};
+
   static int query_words(int d) { return input_words<T>(d); }
 
   // Rounds the query of one head.
@@ -44,9 +50,13 @@ struct PlainKv {
     }
   }
 
+  // Nothing: queries lie as they are multiplied.
+  template <int N>
+  static void take_queries(const Shape&, Tile<PlainKv, N>&) {}
+
   // tile.scores[r][t] = query r . key t for a span, in whole vectors.
   template <int N>
-  static void score(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<N>& tile) {
+  static void score(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<PlainKv, N>& tile) {
     const int64_t at = place(shape, span.block, head);
     const auto* k = reinterpret_cast<const uint32_t*>(cache.keys + at) + span.offset;
     const auto* v = reinterpret_cast<const uint32_t*>(cache.values + at) + span.offset;
@@ -58,7 +68,7 @@ struct PlainKv {
 
   // Rounds the weights.
   template <int N>
-  static void take_weights(const Shape&, const Cache&, const int32_t*, int, Tile<N>& tile, int, int count,
+  static void take_weights(const Shape&, const Cache&, const int32_t*, int, Tile<PlainKv, N>& tile, int, int count,
                            const int (&)[N], const int (&)[N]) {
     for (int r = 0; r < N; ++r) pack_inputs<T>(tile.scores[r], count, tile.weights[r]);
   }
@@ -66,7 +76,7 @@ struct PlainKv {
   // Adds the weighted values of a span to tile.results, one or two vectors of dimensions at a time. The last vector may
   // reach beyond the dimensions, into what lies behind them: no one reads these lanes of the results.
   template <int N>
-  static void mix(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<N>& tile) {
+  static void mix(const Shape& shape, const Cache& cache, int head, const Span& span, Tile<PlainKv, N>& tile) {
     const int d = shape.head_dim;
     const auto* values = reinterpret_cast<const uint32_t*>(cache.values + place(shape, span.block, head)) +
                          int64_t(span.offset / T::kPerLane) * d;
@@ -91,7 +101,7 @@ struct PlainKv {
   }
 
   template <int N>
-  static void end_chunk(const Shape&, Tile<N>&) {}
+  static void end_chunk(const Shape&, Tile<PlainKv, N>&) {}
 
  private:
   // The byte where a head of a block begins.
@@ -101,7 +111,7 @@ struct PlainKv {
 
   // Scores of U vectors of tokens; the lines of the values that it reads ahead lie as those of the keys do.
   template <int N, int U>
-  static void score_vectors(const Shape& shape, const uint32_t* k, const uint32_t* v, Tile<N>& tile, int t) {
+  static void score_vectors(const Shape& shape, const uint32_t* k, const uint32_t* v, Tile<PlainKv, N>& tile, int t) {
     f32v acc[N][U] = {};
     for (int i = 0; i < shape.head_dim / T::kPerLane; ++i) {
       const int64_t at = int64_t(i) * shape.block_size;

@@ -43,11 +43,13 @@ _BUILD_TIMEOUT_S = 300
 
 Parts = tuple[tuple[str, ...], ...]
 PARTS: Parts = (
-    ("quantized_linear.cpp",),
     ("step.cpp",),
+    ("quantized_linear.cpp",),
     ("attention.cpp", "-DFARSIGHT_KV=PlainKv<Bf16>"),
     ("attention.cpp", "-DFARSIGHT_KV=PlainKv<F32>"),
     ("attention.cpp", "-DFARSIGHT_KV=Int8Kv"),
+    ("attention.cpp", "-DFARSIGHT_KV=LatentKv<Bf16>"),
+    ("attention.cpp", "-DFARSIGHT_KV=LatentKv<F32>"),
     ("dense.cpp",),
     ("sampler.cpp",),
 )

@@ -21,6 +21,10 @@ constexpr int kVectors = kPanel / kWidth;
 constexpr int kMaxRows = 6;              // rows of a tile: their sums, 4 or 2 vectors each, fill 32 or 16 registers
 constexpr int kChunkBytes = 512 * 1024;  // most packed input of a task: with a panel it fits the second-level cache
 
+// Words between packed rows. Those of a tile that lay whole pages apart would take each other's place in the first-level
+// cache.
+inline int spread_stride(int words) { return words % 512 == 0 ? words + 16 : words; }
+
 // Brings the next panel into the second-level cache while the tiles of a panel compute. For each 256 bytes of the panel
 // that it reads, a tile reads two lines ahead: the first tile the first two, the second tile the others. A single tile
 // waits for memory all the time and reads nothing ahead.
@@ -64,13 +68,12 @@ class Linear {
   Linear(int n, int k, int stride) : n(n), k(k), stride(stride), panels((n + kPanel - 1) / kPanel) {}
 };
 
-// Writes the sums of a tile of R rows and panel p to out[row * n + column], with the bias (or none), then with what is
-// there if asked to.
-template <int R>
-inline void finish_panel(const Linear& linear, int p, const float* bias, const f32v (&sums)[R][kVectors], float* out,
+// Writes the sums of `rows` rows of panel p to out[row * n + column], with the bias (or none), then with what is there if
+// asked to.
+inline void finish_panel(const Linear& linear, int p, const float* bias, f32v (*sums)[kVectors], int rows, float* out,
                          bool add) {
   const int first = p * kPanel, width = std::min(kPanel, linear.n - first);
-  for (int r = 0; r < R; ++r) {
+  for (int r = 0; r < rows; ++r) {
     float* to = out + size_t(r) * linear.n + first;
     if (width == kPanel) {
       for (int j = 0; j < kVectors; ++j) {
@@ -89,6 +92,12 @@ inline void finish_panel(const Linear& linear, int p, const float* bias, const f
   }
 }
 
+// The part of the threads' time in which some have no task left, where all tasks take as long.
+inline double idle_share(int tasks, int threads) {
+  const int rounds = (tasks + threads - 1) / threads;
+  return 1.0 - double(tasks) / (rounds * threads);
+}
+
 // out[rows, n] = (or +=) the product of packed rows, for the panels first .. last. Where the rows are cut into chunks, all
 // chunks of a panel follow each other: a panel comes from memory once, and the rows stay in the caches, which are larger
 // than the rows and smaller than the weights.
@@ -100,6 +109,7 @@ inline void apply(Team& team, const Linear& linear, const uint32_t* packed, int 
   int chunks = (rows + fitting - 1) / fitting;
   // So few panels that some threads would wait for the others: each panel is cut into several tasks.
   while (chunks * panels < 3 * team.size() && rows >= 2 * kMaxRows * chunks) ++chunks;
+  if (idle_share(chunks * panels, team.size()) > 0.05 && rows >= 4 * kMaxRows * chunks) ++chunks;
   team.share(chunks * panels, [&](int task) {
     const int chunk = task % chunks, panel = first + task / chunks;
     const int begin = int(int64_t(rows) * chunk / chunks), end = int(int64_t(rows) * (chunk + 1) / chunks);

@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "interface.h"
+#include "latent.h"
 #include "linear.h"
 #include "parts.h"
 #include "team.h"
@@ -19,6 +20,7 @@ struct Layer {
   const float *q_norm, *k_norm;
   std::unique_ptr<Linear> qkv, out, up, down;  // up and down may be missing beside experts
   std::unique_ptr<Experts> experts;
+  std::unique_ptr<Latent> latent;
   const float *cos, *sin;
   int rotary_dim, window;
   Cache cache;
@@ -27,7 +29,8 @@ struct Layer {
 
 struct Model {
   explicit Model(const FsConfig& c)
-      : config(c), shape{c.heads, c.kv_heads, c.head_dim, c.block_size, c.attention_scale, c.attention_cap, c.slopes},
+      : config(c), shape{c.heads, c.kv_heads, c.head_dim, c.block_size, c.latent ? c.latent : c.head_dim, c.attention_scale,
+                         c.attention_cap, c.slopes},
         team(c.num_threads) {
     layers.reserve(c.num_layers);
   }
@@ -42,6 +45,7 @@ struct Model {
   std::vector<float> hidden, wide, sampled, attended, entered;
   std::vector<uint32_t> packed, picked, queries;
   ExpertRows expert_rows;
+  LatentRows latent_rows;
   std::unique_ptr<std::atomic<int>[]> parts_left;  // of each item, tasks of attention that are not done
   size_t num_parts_left = 0;
 };
@@ -58,6 +62,11 @@ inline std::unique_ptr<Experts> make_experts(const FsConfig& config, const FsExp
   experts->active = from.active;
   experts->normalized = from.normalized;
   experts->shared_gate = from.shared_gate;
+  experts->sigmoid = from.sigmoid;
+  experts->groups = from.groups;
+  experts->active_groups = from.active_groups;
+  experts->group_best = from.group_best;
+  experts->correction = from.correction;
   experts->scale = from.scale;
   experts->router = make_linear(config, from.router);
   for (int i = 0; i < from.count; ++i) {
@@ -65,6 +74,18 @@ inline std::unique_ptr<Experts> make_experts(const FsConfig& config, const FsExp
     experts->down.push_back(make_linear(config, from.down[i]));
   }
   return experts;
+}
+
+inline std::unique_ptr<Latent> make_latent(const FsConfig& config, const FsLatent& from) {
+  if (!config.latent) return nullptr;
+  auto latent = std::make_unique<Latent>();
+  latent->q_norm = from.q_norm;
+  latent->kv_norm = from.kv_norm;
+  latent->q_up = make_linear(config, from.q_up);
+  latent->keys = make_each(config.bf16, from.keys, config.heads, from.head_stride, true);
+  latent->values = make_each(config.bf16, from.values, config.heads, from.head_stride, false);
+  latent->turned = config.head_dim - config.latent;
+  return latent;
 }
 
 inline Layer make_layer(const FsConfig& config, const FsLayer& from) {
@@ -86,6 +107,7 @@ inline Layer make_layer(const FsConfig& config, const FsLayer& from) {
   layer.window = from.window;
   layer.cache = {static_cast<uint8_t*>(from.keys), static_cast<uint8_t*>(from.values)};
   layer.sinks = from.sinks;
+  layer.latent = make_latent(config, from.latent);
   return layer;
 }
 

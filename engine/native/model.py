@@ -23,11 +23,18 @@ from farsight.engine.attention.layout import (
     find_given_rows,
     find_sample_rows,
 )
-from farsight.engine.checkpoint.architectures import ARCHITECTURES
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from farsight.engine.checkpoint.rotary_config import RotaryConfig
-from farsight.engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights, Norm
+from farsight.engine.checkpoint.weights import (
+    ExpertWeights,
+    LatentWeights,
+    LayerWeights,
+    Linear,
+    Matrix,
+    ModelWeights,
+    Norm,
+)
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.models.model import embedding_scale, last_hidden
 from farsight.engine.models.rotary import rotary_tables
@@ -93,6 +100,7 @@ def _tables(items: list[StepItem]) -> np.ndarray:
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 256
+_MAX_LATENT = 576
 _VECTOR = 16
 _PANEL = 64
 _LARGEST_GROUP = 65536
@@ -110,7 +118,7 @@ class _Config(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("bf16", "num_layers", "hidden", "intermediate", "vocab", "heads", "kv_heads")),
         *((name, c_int32) for name in ("head_dim", "block_size", "layer_norm", "activation", "num_threads")),
-        *((name, c_int32) for name in ("kv_int8", "gated", "parallel", "row_norm")),
+        *((name, c_int32) for name in ("kv_int8", "gated", "parallel", "row_norm", "latent")),
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_scale", "logit_scale")),
         *((name, c_float) for name in ("attention_scale", "attention_cap", "logit_cap")),
         *((name, c_float) for name in ("gate_limit", "gate_alpha")),
@@ -137,10 +145,20 @@ class _Linear(Structure):
 
 class _Experts(Structure):
     _fields_ = (
-        *((name, c_int32) for name in ("count", "active", "normalized", "shared_gate")),
+        *((name, c_int32) for name in ("count", "active", "normalized", "shared_gate", "sigmoid")),
+        *((name, c_int32) for name in ("groups", "active_groups", "group_best")),
         ("scale", c_float),
+        ("correction", c_void_p),
         ("router", _Linear),
         *((name, POINTER(_Linear)) for name in ("up", "down")),
+    )
+
+
+class _Latent(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("q_norm", "kv_norm")),
+        *((name, _Linear) for name in ("q_up", "keys", "values")),
+        ("head_stride", c_int32),
     )
 
 
@@ -156,6 +174,7 @@ class _Layer(Structure):
         ("values", c_void_p),
         ("sinks", c_void_p),
         ("experts", _Experts),
+        ("latent", _Latent),
     )
 
 
@@ -172,12 +191,11 @@ class _Step(Structure):
 
 def native_problem(config: DecoderConfig, dtype: torch.dtype, block_size: int) -> str | None:
     """Why the compiled step cannot run this model; None if it can."""
-    if not ARCHITECTURES[config.architecture].compiled:
-        return f"{config.architecture} has blocks that are not compiled"
     if dtype not in _DTYPES:
         return f"dtype {dtype}: float32 and bfloat16 are compiled"
-    if config.head_dim % 2 or config.head_dim > _MAX_HEAD_DIM:
-        return f"head_dim {config.head_dim}: even numbers up to {_MAX_HEAD_DIM} are compiled"
+    most = _MAX_HEAD_DIM if config.latent is None else _MAX_LATENT
+    if config.head_dim % 2 or config.head_dim > most:
+        return f"head_dim {config.head_dim}: even numbers up to {most} are compiled"
     if block_size % _VECTOR:
         return f"block_size {block_size}: multiples of {_VECTOR} are compiled"
     experts = config.experts
@@ -320,6 +338,7 @@ class NativeModel:
             int(blocks.gated),
             int(blocks.parallel),
             int(blocks.head_norm == "all"),
+            0 if config.latent is None else config.latent.rank,
             config.norm_eps,
             embedding_scale(config, dtype),
             blocks.residual_scale,
@@ -356,14 +375,29 @@ class NativeModel:
             pool.values[index].data_ptr(),
             self._floats(layer.sinks),
             _Experts() if layer.experts is None else self._experts(layer.experts, config),
+            _Latent() if layer.latent is None else self._latent(layer.latent),
         )
+
+    def _latent(self, weights: LatentWeights) -> _Latent:
+        q_up = _Linear() if weights.q_up is None else self._linear(weights.q_up)
+        _, plain, rank = weights.keys.shape
+        _, value, _ = weights.values.shape
+        keys = _Linear(weights.keys.data_ptr(), None, rank, plain, None, 0)
+        values = _Linear(weights.values.data_ptr(), None, value, rank, None, 0)
+        norms = self._floats(weights.q_norm), self._floats(weights.kv_norm)
+        return _Latent(*norms, q_up, keys, values, weights.keys.stride(0))
 
     def _experts(self, weights: ExpertWeights, config: DecoderConfig) -> _Experts:
         experts = config.experts
         assert experts is not None, "weights are of the configuration"
         up, down = ((_Linear * experts.count)(*map(self._linear, each)) for each in (weights.up, weights.down))
-        sizes = experts.count, experts.active, int(experts.normalized), int(experts.shared_gate)
-        return _Experts(*sizes, experts.scale, self._linear(weights.router), up, down)
+        flags = (experts.normalized, experts.shared_gate, experts.scores == "sigmoid")
+        groups = experts.groups, experts.active_groups, experts.group_best
+        correction = self._floats(weights.correction)
+        router = self._linear(weights.router)
+        return _Experts(
+            experts.count, experts.active, *map(int, flags), *groups, experts.scale, correction, router, up, down
+        )
 
     def _norm(self, norm: Norm | None) -> _Norm:
         return _Norm(None, None) if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))

@@ -7,27 +7,19 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
-#include <memory>
-#include <new>
 #include <vector>
 
+#include "bytes.h"
 #include "dots.h"
 #include "interface.h"
 #include "lanes.h"
 #include "linear.h"
 #include "rounding.h"
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 namespace farsight {
 
 constexpr int kGroupAlignment = 8;  // a group's inputs are filled up to that with zeros: two quads of 4-bit values
-constexpr size_t kHugePage = 2 << 20;
-
 constexpr int kSuper = 256;           // inputs of a super-block
 
 // How scales are kept, in as little memory as changes none of them: 16 bits, or codes of 8 bits times a half-precision
@@ -36,29 +28,6 @@ enum ScaleType { kFloat, kBf16, kHalf, kCoded };
 
 // How values are multiplied: two of 4 bits in a byte, any of 8 bits, or of 8 bits that dots.h counts as small.
 enum ValueType { kNibbles, kBytes, kSmall };
-
-// Memory on huge pages, where the system has them: a row reads all weights once, and pages would cost as much.
-class Bytes {
- public:
-  void resize(size_t size) {
-    const size_t whole = (size + kHugePage - 1) / kHugePage * kHugePage;
-    const bool large = size >= kHugePage;
-    data_.reset(static_cast<uint8_t*>(std::aligned_alloc(large ? kHugePage : 64, large ? whole : (size + 63) / 64 * 64)));
-    if (size && !data_) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-    if (large) madvise(data_.get(), whole, MADV_HUGEPAGE);
-#endif
-    if (size) std::memset(data_.get(), 0, size);
-  }
-  uint8_t* data() { return data_.get(); }
-  const uint8_t* data() const { return data_.get(); }
-
- private:
-  struct Free {
-    void operator()(uint8_t* p) const { std::free(p); }
-  };
-  std::unique_ptr<uint8_t, Free> data_;
-};
 
 inline float half_to_float(uint16_t x) {
   const int exponent = x >> 10 & 31, fraction = x & 1023;

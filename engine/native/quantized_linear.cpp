@@ -20,9 +20,11 @@ namespace farsight {
 template <ValueType Type>
 constexpr int kMostRows = Type == kBytes || (Type == kNibbles && kRegisters == 16) ? kMaxRows : 4;
 
-// Vectors of each row that are computed together: as many as leave registers for as many of weights, and two more.
+// Vectors of each row that are computed together: as many as leave registers for as many of weights, and two more. One row
+// needs no more than six registers besides, and reads a panel as it lies in memory.
 constexpr int vectors_of(int rows) {
   int vectors = kVectors;
+  if (rows == 1 && vectors + 6 <= kRegisters) return vectors;
   while (vectors > 1 && (rows + 1) * vectors + 2 > kRegisters) vectors /= 2;
   return vectors;
 }
@@ -40,11 +42,52 @@ inline u32v nibbles(const uint8_t* from, int second) {
   return (second ? both >> 4 : both) & 0x0f0f0f0fu;
 }
 
+// Adds the products of a group with one row of activations to V vectors of a panel. No vector of weights is used twice, so
+// none of them waits in a register.
+template <ValueType Type, int V>
+inline void add_group_of_row(const uint8_t* from, int padded, const uint8_t* x, i32v (&acc)[V]) {
+  if constexpr (Type == kNibbles) {
+    for (int k = 0; k < padded;) {
+      i16v words[V] = {};
+      for (const int end = std::min(padded, k + 4 * kNibbleQuads); k < end; k += 8, from += 4 * kPanel) {
+        const i32v one = splat_int(quad(x + k)), other = splat_int(quad(x + k + 4));
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+          const uint8_t* at = from + 4 * kWidth * v;
+          settle(words[v] += mul_bytes(nibbles(at, 0), one) + mul_bytes(nibbles(at, 1), other));
+        }
+      }
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) acc[v] += widen(words[v]);
+    }
+  } else if constexpr (Type == kSmall) {
+    for (int k = 0; k < padded; k += 8, from += 8 * kPanel) {
+      const i32v one = splat_int(quad(x + k)), other = splat_int(quad(x + k + 4));
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) {
+        const uint8_t* at = from + 4 * kWidth * v;
+        settle(acc[v] += widen(mul_bytes(load<u32v>(at), one) + mul_bytes(load<u32v>(at + 4 * kPanel), other)));
+      }
+    }
+  } else {
+    for (int k = 0; k < padded; k += 4, from += 4 * kPanel) {
+      const i32v even = splat_int(quad(x + 2 * k)), odd = splat_int(quad(x + 2 * k + 4));
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) {
+        const u32v bytes = load<u32v>(from + 4 * kWidth * v);
+        settle(acc[v] += mul_words((i32v)(bytes & 0x00ff00ffu), even) + mul_words((i32v)((u16v)bytes >> 8), odd));
+      }
+    }
+  }
+}
+
 // Adds the products of a group with R rows of activations, `stride` bytes apart, to V vectors of a panel.
 template <ValueType Type, int R, int V>
 inline void add_group(const uint8_t* from, int padded, const uint8_t* x, size_t stride, const Ahead* ahead,
                       i32v (&acc)[R][V]) {
-  if constexpr (Type == kNibbles) {
+  if constexpr (R == 1) {
+    add_group_of_row<Type, V>(from, padded, x, acc[0]);
+  } else if constexpr (Type == kNibbles) {
     for (int k = 0; k < padded;) {
       i16v words[R][V] = {};
       for (const int end = std::min(padded, k + 4 * kNibbleQuads); k < end; k += 8, from += 4 * kPanel) {
@@ -284,7 +327,7 @@ class QuantizedLinear final : public Linear {
   void finish_tile(const Part& part, int p, const uint8_t* x, float* out, bool add, const Ahead& ahead) const {
     f32v sums[R][kVectors];
     quantized_sums<Type, Minima, R>(part.weights, p - part.first_panel, x, size_t(stride) * 4, ahead, sums);
-    finish_panel<R>(*this, p, bias_, sums, out, add);
+    finish_panel(*this, p, bias_, sums, R, out, add);
   }
 
   std::vector<Part> parts_;

@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "interface.h"
 #include "kv_int8.h"
+#include "kv_latent.h"
 #include "kv_plain.h"
 #include "model.h"
 #include "rows.h"
@@ -88,6 +89,12 @@ Angles angles_of(const Layer& layer, const FsStep& s, int64_t row) {
   return {layer.cos + s.positions[row] * half, layer.sin + s.positions[row] * half};
 }
 
+// Outputs of the qkv product that become queries; keys and values follow.
+template <class Kv>
+int query_outputs(const FsConfig& c, const Layer& layer) {
+  return Kv::kIsLatent ? layer.qkv->n - layer.latent->width() : c.heads * c.head_dim;
+}
+
 // Norms and turns `heads` consecutive heads of a row.
 void turn(const FsConfig& c, const Layer& layer, float* first, int heads, const float* norm, Angles angles) {
   const int d = c.head_dim, half = layer.rotary_dim / 2;
@@ -109,11 +116,28 @@ void take_queries(Model& m, const Layer& layer, float* qkv, Angles angles, int q
   for (int head = 0; head < c.heads; ++head) Kv::pack_query(qkv + head * c.head_dim, c.head_dim, to + head * words);
 }
 
+// The same for latents, from `rows` rows: row r is row step_row(r) of the step.
+template <class Kv, class StepRow>
+void take_latent_queries(Model& m, const Layer& layer, const FsStep& s, int rows, const StepRow& step_row) {
+  const FsConfig& c = m.config;
+  const int words = Kv::query_words(c.head_dim);
+  make_queries(
+      m.team, *layer.latent, m.wide.data(), layer.qkv->n, rows, m.latent_rows,
+      [&](int row, float* query) { turn(c, layer, query, 1, nullptr, angles_of(layer, s, step_row(row))); },
+      [&](int row, int head, const float* query) {
+        Kv::pack_query(query, c.head_dim, m.queries.data() + (size_t(row) * c.heads + head) * words);
+      });
+}
+
 // Takes keys and values from a row of the qkv product into the pool.
 template <class Kv>
 void take_kv(Model& m, const Layer& layer, float* qkv, Angles angles, int64_t slot) {
   const FsConfig& c = m.config;
-  float* keys = qkv + c.heads * c.head_dim;
+  float* keys = qkv + query_outputs<Kv>(c, layer);
+  if constexpr (Kv::kIsLatent) {
+    float* own = keys + layer.latent->turned;
+    rms_norm(own, layer.latent->rank(), layer.latent->kv_norm, kLatentEps, own);
+  }
   turn(c, layer, keys, c.kv_heads, layer.k_norm, angles);
   Kv::store(m.shape, layer.cache, slot, keys, keys + c.kv_heads * c.head_dim);
 }
@@ -126,10 +150,11 @@ void project(Model& m, const Layer& layer, const FsStep& s) {
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       float* qkv = m.wide.data() + size_t(row) * linear.n;
-      take_queries<Kv>(m, layer, qkv, angles_of(layer, s, row), row);
+      if constexpr (!Kv::kIsLatent) take_queries<Kv>(m, layer, qkv, angles_of(layer, s, row), row);
       take_kv<Kv>(m, layer, qkv, angles_of(layer, s, row), s.slot_ids[row]);
     }
   });
+  if constexpr (Kv::kIsLatent) take_latent_queries<Kv>(m, layer, s, s.num_rows, [](int row) { return row; });
 }
 
 // Keys and values of every row, queries only of the sampled rows: query row r is that of sample r. A panel that holds
@@ -137,7 +162,7 @@ void project(Model& m, const Layer& layer, const FsStep& s) {
 template <class Kv>
 void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
   const Linear& linear = *layer.qkv;
-  const int size = m.config.heads * m.config.head_dim;
+  const int size = query_outputs<Kv>(m.config, layer);
   apply(m.team, linear, m.packed.data(), s.num_rows, m.wide.data(), false, size / kPanel, linear.panels);
   m.team.share_ranges(s.num_rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row)
@@ -148,29 +173,41 @@ void project_sampled(Model& m, const Layer& layer, const FsStep& s) {
     std::copy_n(m.packed.data() + s.sample_rows[r] * linear.stride, linear.stride,
                 m.picked.data() + size_t(r) * linear.stride);
   apply(m.team, linear, m.picked.data(), s.num_samples, m.wide.data(), false, 0, (size + kPanel - 1) / kPanel);
-  m.team.share_ranges(s.num_samples, [&](int begin, int end) {
-    for (int r = begin; r < end; ++r)
-      take_queries<Kv>(m, layer, m.wide.data() + size_t(r) * linear.n, angles_of(layer, s, s.sample_rows[r]), r);
-  });
+  if constexpr (Kv::kIsLatent)
+    take_latent_queries<Kv>(m, layer, s, s.num_samples, [&](int r) { return s.sample_rows[r]; });
+  else
+    m.team.share_ranges(s.num_samples, [&](int begin, int end) {
+      for (int r = begin; r < end; ++r)
+        take_queries<Kv>(m, layer, m.wide.data() + size_t(r) * linear.n, angles_of(layer, s, s.sample_rows[r]), r);
+    });
 }
 
-// Attends every item and packs the results as inputs of layer.out. One task is one item and some of its KV heads, all
-// of them where there are many items; the task that completes an item packs its rows.
+// Attends every item and packs the results of `rows` rows as inputs of layer.out. One task is one item and some of its
+// parts, all of them where there are many items; the task that completes an item packs its rows.
 template <class Kv>
-void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items) {
-  const int kv_heads = m.shape.kv_heads, size = m.config.heads * m.config.head_dim;
+void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items, int rows) {
+  const int size = m.config.heads * m.shape.value_dim;
   const int wanted = kTasksPerThread * m.team.size();  // so that no thread waits long for another
-  const int parts = std::clamp(wanted / std::max(1, int(items.size())), 1, kv_heads);
+  int most = 1;
+  for (const Item& item : items) most = std::max(most, parts_of(m.shape, item));
+  const int parts = std::clamp(wanted / std::max(1, int(items.size())), 1, most);
+  if constexpr (Kv::kIsLatent) ensure(m.latent_rows.packed, size_t(rows) * m.config.heads * layer.latent->values[0]->stride);
   for (size_t i = 0; i < items.size(); ++i) m.parts_left[i].store(parts, std::memory_order_relaxed);
   m.team.share(int(items.size()) * parts, [&](int task) {
     const Item& item = items[task / parts];
-    const int part = task % parts;
-    attend_heads<Kv>(m.shape, layer.cache, item, kv_heads * part / parts, kv_heads * (part + 1) / parts, layer.window,
-                     layer.sinks, m.queries.data(), m.attended.data());
+    const int part = task % parts, own = parts_of(m.shape, item);
+    attend_parts<Kv>(m.shape, layer.cache, item, own * part / parts, own * (part + 1) / parts, layer.window, layer.sinks,
+                     m.queries.data(), m.attended.data());
     if (m.parts_left[task / parts].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    for (int row = item.out_row; row < item.out_row + item.num_queries; ++row)
-      layer.out->pack(m.attended.data() + size_t(row) * size, m.packed.data() + size_t(row) * layer.out->stride);
+    for (int row = item.out_row; row < item.out_row + item.num_queries; ++row) {
+      const float* attended = m.attended.data() + size_t(row) * size;
+      if constexpr (Kv::kIsLatent)
+        pack_sums(*layer.latent, attended, row, rows, m.latent_rows);
+      else
+        layer.out->pack(attended, m.packed.data() + size_t(row) * layer.out->stride);
+    }
   });
+  if constexpr (Kv::kIsLatent) make_values(m.team, *layer.latent, *layer.out, rows, m.latent_rows, m.packed.data());
 }
 
 // Applies the activation to a row of the first product of an MLP; it becomes n inputs of the second.
@@ -319,7 +356,7 @@ void make_room(Model& m, const FsStep& s, size_t query_words) {
   ensure(m.wide, rows * widest);
   ensure(m.packed, rows * longest);
   ensure(m.queries, rows * query_words);
-  ensure(m.attended, rows * std::max(m.config.heads * m.config.head_dim, m.config.hidden));
+  ensure(m.attended, rows * std::max(m.config.heads * m.shape.value_dim, m.config.hidden));
   if (m.num_parts_left < rows) {
     m.parts_left.reset(new std::atomic<int>[rows]);
     m.num_parts_left = rows;
@@ -357,7 +394,7 @@ void run(Model& m, const FsStep& s) {
         std::copy_n(x + s.sample_rows[r] * c.hidden, c.hidden, m.sampled.data() + size_t(r) * c.hidden);
       x = m.sampled.data();
     }
-    attend_items<Kv>(m, layer, work.items);
+    attend_items<Kv>(m, layer, work.items, rows);
     if (c.parallel) std::copy_n(x, size_t(rows) * c.hidden, m.entered.data());
     add_product(m, *layer.out, layer.after_attention, rows, x);
     const float* entered = c.parallel ? m.entered.data() : x;
@@ -427,7 +464,9 @@ int32_t fs_set_head(void* handle, const FsNorm* norm, const FsLinear* lm_head) {
 int32_t fs_step(void* handle, const FsStep* step) {
   return guarded([&] {
     Model& m = *static_cast<Model*>(handle);
-    if (m.config.bf16)
+    if (m.config.latent)
+      m.config.bf16 ? run<Bf16, LatentKv<Bf16>>(m, *step) : run<F32, LatentKv<F32>>(m, *step);
+    else if (m.config.bf16)
       m.config.kv_int8 ? run<Bf16, Int8Kv>(m, *step) : run<Bf16, PlainKv<Bf16>>(m, *step);
     else
       m.config.kv_int8 ? run<F32, Int8Kv>(m, *step) : run<F32, PlainKv<F32>>(m, *step);

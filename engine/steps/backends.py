@@ -272,6 +272,8 @@ def make_backend(
     if name == "torch":
         _refuse_int8(pool, "the backend is torch")
         return TorchBackend(config, weights, pool, max_len)
+    if config.latent is not None:
+        _refuse_int8(pool, "latents are kept in the model's type")
     problem = native_problem(config, weights.embedding.dtype, pool.block_size) or matrix_problem(weights)
     if problem is None:
         try:

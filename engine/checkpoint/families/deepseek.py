@@ -178,7 +178,6 @@ DEEPSEEK: Mapping[str, Architecture] = {
         names=_names,
         experts=_v2_experts,
         latent=_latent,
-        compiled=False,
     ),
     "DeepseekV3ForCausalLM": Architecture(
         _V3,
@@ -190,6 +189,5 @@ DEEPSEEK: Mapping[str, Architecture] = {
         names=_names,
         experts=_v3_experts,
         latent=_latent,
-        compiled=False,
     ),
 }

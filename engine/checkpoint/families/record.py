@@ -322,7 +322,6 @@ class Architecture:
         rotaries: The rotary embedding by layer, where layers differ.
         experts: Its mixture of experts, by the configuration and the number of layers.
         latent: Its latent attention; ``derived`` then says what the KV pool sees of it.
-        compiled: Whether the compiled step has all of its blocks; otherwise torch operations compute it.
     """
 
     defaults: Mapping[str, Any]
@@ -341,7 +340,6 @@ class Architecture:
     rotaries: Rotaries | None = None
     experts: Callable[[Fields, int], Experts] | None = None
     latent: Callable[[Fields], Latent] | None = None
-    compiled: bool = True
 
 
 def of_config(value: T | Callable[[Fields], T], config: Fields) -> T:

@@ -33,6 +33,7 @@ MODELS = {
     "heads_of_20": {"head_dim": 20, "num_key_value_heads": 2},
     "experts": FAMILIES["qwen3 moe"],
     "shared_experts": FAMILIES["qwen2 moe"],
+    "latents": FAMILIES["deepseek v3"],
     "long_window": {"architecture": "MistralForCausalLM", "num_key_value_heads": 2, "sliding_window": 140},
 }
 
@@ -128,9 +129,12 @@ class Components:
 
     def kv(self, name: str) -> list[Tensor]:
         """Keys and values of all layers by position, ``[tokens, kv_heads, head_dim]``; in 8 bits the integers, then the
-        scales ``[tokens, kv_heads]``. The layouts are in kv_plain.h and kv_int8.h.
+        scales ``[tokens, kv_heads]``. The layouts are in kv_plain.h, kv_int8.h and kv_latent.h.
         """
         pool, num_tokens = self.runner.pool, len(self._sequences[name].token_ids)
+        if self.runner.config.latent is not None:
+            blocks = (cache.view(pool.num_blocks, BLOCK_SIZE, -1)[self.tables[name]] for cache in pool.keys)
+            return [rows.flatten(0, 1)[:num_tokens] for rows in blocks]
         head_dim = self.runner.config.head_dim
         per_lane = 1 if pool.dtype == torch.float32 else 2
         found, scales = [], []
@@ -161,7 +165,8 @@ def random_tokens(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def assert_same(ours: Components, alone: Components) -> None:
-    for name, expected in alone.logits.items():
-        assert torch.equal(torch.stack(ours.logits[name]), torch.stack(expected)), f"logits of sequence {name}"
+    """The sequences of ``ours`` are the first ones of ``alone``, or all of them."""
+    for name, found in ours.logits.items():
+        assert torch.equal(torch.stack(found), torch.stack(alone.logits[name])), f"logits of sequence {name}"
         for mine, theirs in zip(ours.kv(name), alone.kv(name), strict=True):
             assert torch.equal(mine, theirs), f"keys or values of sequence {name}"

@@ -17,6 +17,7 @@ from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from farsight.engine.checkpoint.weights import ExpertWeights, LayerWeights, Linear, Matrix, ModelWeights, Norm
 from farsight.engine.models.rotary import rotary_tables
+from farsight.engine.native.library import load_library
 
 F32 = np.float32
 _FLAGS = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
@@ -196,7 +197,9 @@ class ExactStep:
         """Rows of float32; each format rounds them in its own way."""
         if not isinstance(linear, Linear):
             return exact_product(rows, linear)
-        out = self._chain(self._narrow(rows)[:, None], _floats(linear.weight)[None])
+        narrow, weight = self._narrow(rows)[:, None], _floats(linear.weight)[None]
+        tiled = self._dtype == torch.bfloat16 and load_library().fs_has_tiles()
+        out = tiled_sums(narrow, weight) if tiled else self._chain(narrow, weight)
         return out if linear.bias is None else out + _floats(linear.bias)
 
     def _activate(self, up: np.ndarray) -> np.ndarray:
@@ -270,6 +273,17 @@ class ExactStep:
 
     def _narrow(self, x: np.ndarray) -> np.ndarray:
         return torch.from_numpy(x).to(self._dtype).float().numpy()
+
+
+def tiled_sums(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The sum of ``a * b`` over the last dimension as ``dense_tiles.h`` has it."""
+    out = np.zeros(np.broadcast_shapes(a.shape, b.shape)[:-1], F32)
+    for first in range(0, a.shape[-1], 32):
+        chains = [np.zeros_like(out), np.zeros_like(out)]
+        for i in range(first, min(first + 32, a.shape[-1])):
+            chains[i % 2] = fma(a[..., i], b[..., i], chains[i % 2])
+        out = out + (chains[0] + chains[1])
+    return out
 
 
 def mix_in_chunks(

@@ -9,13 +9,13 @@ extern "C" {
 // three queries [3, d], and mixes with the weights [3, 128] of 16 bits: sums [3, d]. At most 128 tokens.
 void probe(const float* keys, const float* values, int tokens, int d, const float* queries, const int16_t* weights,
            uint8_t* key_blocks, uint8_t* value_blocks, float* scores, int32_t* sums) {
-  const Shape shape{3, 1, d, 16};
+  const Shape shape{3, 1, d, 16, d};
   const Cache cache{key_blocks, value_blocks};
   int32_t blocks[8] = {7, 6, 5, 4, 3, 2, 1, 0};
   for (int t = 0; t < tokens; ++t)
     Int8Kv::store(shape, cache, int64_t(blocks[t / 16]) * 16 + t % 16, keys + t * d, values + t * d);
   uint32_t words[3][kMaxHeadDim];
-  Tile<3> tile = {};
+  Tile<Int8Kv, 3> tile = {};
   for (int r = 0; r < 3; ++r) {
     Int8Kv::pack_query(queries + r * d, d, words[r]);
     tile.query[r] = words[r];

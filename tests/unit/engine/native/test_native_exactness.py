@@ -5,6 +5,7 @@ Also with weights in 8 and 4 bits (ADR 42), and with keys and values in 8 bits (
 
 from __future__ import annotations
 
+import functools
 import platform
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -32,11 +33,11 @@ from tests.unit.engine.small_models import save_model
 Saved = Callable[[str], Path]
 
 DTYPES = ["float32", "bfloat16"]
-BY_DAY_IN_BFLOAT16 = ("gqa", "odd", "heads_of_20", "experts")
+BY_DAY_IN_BFLOAT16 = ("gqa", "odd", "heads_of_20", "experts", "latents")
 
 
 def each_in(shapes: Iterable[str], *more: Any) -> list[ParameterSet]:
-    """Each shape in float32, and in bfloat16 by night but for three that reach every branch of the conversions."""
+    """Each shape in float32, and in bfloat16 by night but for those that reach every branch of the conversions."""
     found = []
     for shape in shapes:
         marks = [] if shape in BY_DAY_IN_BFLOAT16 else [pytest.mark.nightly]
@@ -44,11 +45,27 @@ def each_in(shapes: Iterable[str], *more: Any) -> list[ParameterSet]:
     return found
 
 
+def by_night(*arguments: Any) -> ParameterSet:
+    return pytest.param(*arguments, marks=pytest.mark.nightly)
+
+
 LENGTHS = (161, 130, 65, 37, 33, 16, *range(1, 13), *range(1, 16))
 """33 sequences; the softmax is corrected once in the first two."""
 
 
 INT8_KV, INT8, INT4 = {"kv_dtype": "int8"}, {"bits": 8}, {"bits": 4}
+
+
+@functools.cache
+def _run_alone(model_dir: Path, dtype: str, lengths: tuple[int, ...], how: tuple[tuple[str, Any], ...]) -> Components:
+    return Components(model_dir, dtype, random_tokens(lengths), seed=0, **dict(how)).run_alone()
+
+
+def each_alone(model_dir: Path, dtype: str, lengths: tuple[int, ...] = LENGTHS, **how: Any) -> Components:
+    """One row at a time: what everything else is held against. Fewer sequences are the first of these."""
+    return _run_alone(model_dir, dtype, lengths, tuple(how.items()))
+
+
 CUTS = [(2, 3), (3, 1), (5, 2), (33, 7), (33, 200)]
 """Sequences of a step at most, tokens of a chunk."""
 
@@ -65,8 +82,7 @@ def test_a_row_does_not_depend_on_what_it_is_computed_with(
     saved: Saved, shape: str, dtype: str, how: dict[str, Any]
 ) -> None:
     """Batches of 1 to 33 sequences, decode rows and chunks, places of blocks: the bits are those of one row."""
-    tokens = random_tokens(LENGTHS)
-    alone = Components(saved(shape), dtype, tokens, seed=0, **how).run_alone()
+    tokens, alone = random_tokens(LENGTHS), each_alone(saved(shape), dtype, **how)
     for seed, cut in enumerate(CUTS, start=1):
         threads = 3 if how and seed == len(CUTS) else 1
         ours = Components(saved(shape), dtype, tokens, seed, spare=seed, num_threads=threads, **how)
@@ -74,59 +90,59 @@ def test_a_row_does_not_depend_on_what_it_is_computed_with(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_threads", [2, 3, 4, 7])
-@pytest.mark.parametrize("shape", ["mha", "odd", "experts"])
+@pytest.mark.parametrize("num_threads", [pytest.param(2, marks=pytest.mark.nightly), 3, 7])
+@pytest.mark.parametrize("shape", ["mha", "odd", "experts", "latents"])
 def test_a_row_does_not_depend_on_the_threads(saved: Saved, shape: str, num_threads: int, dtype: str) -> None:
     """In few steps: threads of a step wait for each other, which takes long where others use the cores."""
     tokens = random_tokens(LENGTHS[:12])
-    alone = Components(saved(shape), dtype, tokens, seed=0).run_alone()
     threaded = Components(saved(shape), dtype, tokens, seed=1, num_threads=num_threads)
     threaded.step({name: max(1, threaded.left(name) - 1) for name in threaded.done})
     threaded.step({name: 1 for name in threaded.done if threaded.left(name)})
-    assert_same(threaded, alone)
+    assert_same(threaded, each_alone(saved(shape), dtype))
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize(
-    ("shape", "dtype"), each_in(("gqa", "odd", "biases", "qwen3", "opt", "long_window", "experts"))
+    ("shape", "dtype"), each_in(("gqa", "odd", "biases", "qwen3", "opt", "long_window", "experts", "latents"))
 )
 def test_the_last_layer_computes_queries_of_sampled_rows_alone(
     saved: Saved, shape: str, num_threads: int, dtype: str
 ) -> None:
-    """The bits of their logits, and of all keys and values, are those of a step that computes all rows."""
-    tokens = random_tokens(LENGTHS[:12])
-    every = Components(saved(shape), dtype, tokens, seed=0)
-    every.step({name: every.left(name) for name in every.done})
+    """The bits of their logits, and of all keys and values, are those of steps that compute all rows."""
+    tokens, every = random_tokens(LENGTHS[:12]), each_alone(saved(shape), dtype)
     few = Components(saved(shape), dtype, tokens, seed=1, num_threads=num_threads)
     few.step({name: few.left(name) // 2 for name in few.done if few.left(name) > 1}, every_row=False)
     assert not any(few.logits.values())
     first = dict.fromkeys(["0", "3", "5"], 1) | {name: few.left(name) for name in ("1", "2", "4")}
     few.step(first, every_row=False)
     few.step({name: few.left(name) for name in few.done if few.left(name)}, every_row=False)
-    for name, rows in every.logits.items():
-        (row,) = few.logits[name]
-        assert torch.equal(row, rows[-1]), f"logits of sequence {name}"
+    for name, (row,) in few.logits.items():
+        assert torch.equal(row, every.logits[name][-1]), f"logits of sequence {name}"
         for mine, theirs in zip(few.kv(name), every.kv(name), strict=True):
             assert torch.equal(mine, theirs), f"keys or values of sequence {name}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", range(1, 34))
-def test_every_number_of_decode_rows(saved: Saved, num_rows: int, dtype: str) -> None:
-    tokens = random_tokens((3,) * num_rows)
-    together = Components(saved("gqa"), dtype, tokens, seed=1)
-    for _ in range(3):
-        together.step(dict.fromkeys(together.done, 1))
-    assert_same(together, Components(saved("gqa"), dtype, tokens, seed=2).run_alone())
+@pytest.mark.parametrize("shape", ["gqa", "latents"])
+def test_every_number_of_decode_rows(saved: Saved, shape: str, dtype: str) -> None:
+    alone = each_alone(saved(shape), dtype, (3,) * 33)
+    for num_rows in range(1, 34):
+        together = Components(saved(shape), dtype, random_tokens((3,) * num_rows), seed=1)
+        for _ in range(3):
+            together.step(dict.fromkeys(together.done, 1))
+        assert_same(together, alone)
 
 
-@pytest.mark.parametrize(("dtype", "how"), [("float32", {}), ("bfloat16", {}), ("bfloat16", INT8_KV)])
-def test_a_prefix_that_another_request_has_computed(saved: Saved, dtype: str, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype", "how"),
+    [("gqa", "float32", {}), ("gqa", "bfloat16", {}), ("gqa", "bfloat16", INT8_KV), ("latents", "bfloat16", {})],
+)
+def test_a_prefix_that_another_request_has_computed(saved: Saved, shape: str, dtype: str, how: dict[str, Any]) -> None:
     """Its blocks are taken over; what follows is as if the sequence had computed them by itself."""
     first, second = random_tokens((150, 170))
     second[:144] = first[:144]
-    alone = Components(saved("gqa"), dtype, [second], seed=0, **how).run_alone()
-    shared = Components(saved("gqa"), dtype, [first, second], seed=1, **how)
+    alone = Components(saved(shape), dtype, [second], seed=0, **how).run_alone()
+    shared = Components(saved(shape), dtype, [first, second], seed=1, **how)
     while shared.left("0"):
         shared.step({"0": min(11, shared.left("0"))})
     shared.tables["1"][:9] = shared.tables["0"][:9]
@@ -147,11 +163,13 @@ ROUNDED = ("gqa", "tied", "odd", "biases", "qwen3", "phi3", "opt")
     [
         *each_in(("gqa", "odd", "heads_of_20", "biases", "qwen3", "phi3", "opt"), {}),
         *each_in(("long_window", "experts", "shared_experts"), {}),
-        *[(shape, dtype, how) for shape in ROUNDED for dtype in DTYPES for how in (INT8, INT4)],
+        *[(shape, *each) for shape in ROUNDED for each in (("float32", INT8), ("bfloat16", INT4))],
+        *[by_night(shape, *each) for shape in ROUNDED for each in (("bfloat16", INT8), ("float32", INT4))],
+        *[(shape, "bfloat16", INT8_KV) for shape in ("gqa", "odd", "heads_of_20", "long_window")],
+        *[by_night(shape, "bfloat16", INT8_KV) for shape in ("mha", "mqa", "qwen3", "opt")],
         *[
-            (shape, dtype, INT8_KV)
+            by_night(shape, "float32", INT8_KV)
             for shape in ("gqa", "mha", "mqa", "odd", "heads_of_20", "qwen3", "opt", "long_window")
-            for dtype in DTYPES
         ],
     ],
 )
@@ -207,14 +225,13 @@ def test_which_matrices_are_rounded(saved: Saved, shape: str) -> None:
         assert weights.lm_head.bits == 8
 
 
-NUM_PROMPTS = 1000
 NUM_TOKENS = 12
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
+@pytest.fixture(scope="module", params=[250, pytest.param(1000, marks=pytest.mark.nightly)])
+def prompts(request: pytest.FixtureRequest) -> list[list[int]]:
     rng = random.Random(0)
-    return [[rng.randrange(3, 300) for _ in range(rng.randint(1, 40))] for _ in range(NUM_PROMPTS)]
+    return [[rng.randrange(3, 300) for _ in range(rng.randint(1, 40))] for _ in range(request.param)]
 
 
 def sampling(index: int, num_tokens: int = NUM_TOKENS) -> SamplingParams:
@@ -245,7 +262,7 @@ def test_batches_draw_what_a_request_draws_alone(
     """In a pool so small that requests are preempted and computed again, prompts in chunks of any size."""
     small = "96KiB" if dtype == "float32" else "48KiB"
     engine = make_engine(tiny_model_dir, dtype, max_batch_tokens=48, max_num_seqs=40, kv_memory=small)
-    together = engine.generate(prompts, [sampling(index) for index in range(NUM_PROMPTS)])
+    together = engine.generate(prompts, [sampling(index) for index in range(len(prompts))])
     assert engine.scheduler.num_preemptions > 0
     assert [completion.token_ids for completion in together] == alone
 
@@ -254,7 +271,7 @@ def test_a_resumed_request_goes_on_with_what_it_would_have_drawn(
     tiny_model_dir: Path, dtype: str, prompts: list[list[int]], alone: list[tuple[int, ...]]
 ) -> None:
     """As after the death of a worker: prompt and known output are computed as one prompt elsewhere, then it goes on."""
-    known = [1 + index % (NUM_TOKENS - 1) for index in range(NUM_PROMPTS)]
+    known = [1 + index % (NUM_TOKENS - 1) for index in range(len(prompts))]
     engine = make_engine(tiny_model_dir, dtype)
     resumed = engine.generate(
         [[*prompt, *output[:count]] for prompt, output, count in zip(prompts, alone, known, strict=True)],
