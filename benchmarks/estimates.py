@@ -85,7 +85,7 @@ class EstimateBench:
     def grid(self) -> list[Timed]:
         """The steps of ``farsight profile``."""
         ready, config = self._engine.worker.ready, EngineConfig()
-        sizes = config.max_num_seqs, config.max_batch_tokens, ready.max_model_len, ready.block_size, ready.num_blocks
+        sizes = config.max_num_seqs, config.step_tokens, ready.max_model_len, ready.block_size, ready.num_blocks
         runner: Any = self._engine.worker.runner
         steps = measure(StepBench(runner), step_grid(StepLimits(*sizes)), GRID_ROUNDS)
         return [Timed(step.sample, step.cpu_s) for step in steps]

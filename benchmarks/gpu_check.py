@@ -39,7 +39,7 @@ PYTEST = [
 IMPORTS = (
     *("torch", "triton", "xformers.ops", "llguidance", "benchmarks.gpu_engine", "farsight.engine.engine"),
     *("farsight.engine.attention.triton_attention", "farsight.engine.attention.xformers_attention"),
-    "farsight.engine.devices.model_device",
+    *("farsight.engine.devices.model_device", "farsight.engine.sampling.draw_kernel"),
 )
 
 ALONE = ("no_growth", "pool_takes_what_is_left")

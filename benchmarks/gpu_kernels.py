@@ -1,7 +1,7 @@
-"""What the attention kernels take on a Hopper GPU, compiled without one: ``python -m benchmarks.gpu_kernels``.
+"""What our kernels take on a Hopper GPU, compiled without one: ``python -m benchmarks.gpu_kernels``.
 
-For each size of heads, plain and with everything that a model may ask for: registers of a thread, bytes that spill,
-shared memory of a program. The exit status is 1 if anything spills or does not fit.
+Registers of a thread, bytes that spill, shared memory of a program: of attention for each size of heads, plain and with
+everything that a model may ask for; of drawing tokens. The exit status is 1 if anything spills or does not fit.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from benchmarks.common.stand_in_gpu import MOST_SHARED, Compiled, PoolShape, com
 from farsight.engine.attention.attention import PLAIN_SCORES, ScoreShape, alibi_slopes
 from farsight.engine.attention.triton_attention import TritonAttention
 from farsight.engine.kv_pool import KVPool
+from farsight.engine.sampling.device_draws import DeviceDraws
 from farsight.services.bench.report import markdown_table
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 GROUPS = (1, 4, 16)
 KV_HEADS = 2
+VOCAB = 151936
 
 
 def compiled(head_dim: int, group: int, *, plain: bool, page: int = 64) -> list[Compiled]:
@@ -40,9 +42,15 @@ def rows(head_dims: Sequence[int], groups: Sequence[int]) -> Iterator[tuple[list
             for plain in (True, False):
                 for index, each in enumerate(compiled(head_dim, group, plain=plain)):
                     kernel = ("rows", "rows, added up", "chunks")[index]
-                    cells = [head_dim, group, "plain" if plain else "all", kernel, each.warps, each.registers]
-                    fits = not each.spilled and each.shared <= MOST_SHARED
-                    yield [str(cell) for cell in (*cells, each.spilled, each.shared)], fits
+                    yield _row((head_dim, group, "plain" if plain else "all", kernel), each)
+    with compiling() as found:
+        DeviceDraws(1, VOCAB, torch.device("cpu"))
+    yield _row(("", "", "", f"draws of {VOCAB:,} tokens"), resources(found[0]))
+
+
+def _row(names: tuple[object, ...], each: Compiled) -> tuple[list[str], bool]:
+    fits = not each.spilled and each.shared <= MOST_SHARED
+    return [str(cell) for cell in (*names, each.warps, each.registers, each.spilled, each.shared)], fits
 
 
 def main() -> int:

@@ -79,7 +79,7 @@ def run(device: str, shape: dict[str, Any], count: int, longest: int) -> dict[st
         config = model_config("tiny", model, **shape)
         save_random_checkpoint(config, model, torch.bfloat16)
         began_at = time.perf_counter()
-        engine = Engine(model, engine=EngineConfig(device=device, max_num_seqs=256, max_batch_tokens=8192))
+        engine = Engine(model, engine=EngineConfig(device=device, max_num_seqs=256))
         ready_s = time.perf_counter() - began_at
         seconds = []
         for _ in range(2):

@@ -139,7 +139,7 @@ def _row(
         host_kv_tokens=4 * KV_TOKENS,
         block_size=engine.kv_block_size,
         max_num_seqs=engine.max_num_seqs,
-        max_batch_tokens=engine.max_batch_tokens,
+        max_batch_tokens=engine.step_tokens,
     )
     simulated = run(experiment, traffic.arrivals()).summary.jct_s.mean
     assert isinstance(simulated, float)

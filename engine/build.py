@@ -163,7 +163,7 @@ def build_worker(
             keep_quantized=weights != "float",
             progress=progress,
         )
-    limits = BatchLimits(engine.max_num_seqs, engine.max_batch_tokens)
+    limits = BatchLimits(engine.max_num_seqs, engine.step_tokens)
     blocks = BlockManager(device.num_blocks, engine.kv_block_size, device.token_bytes * engine.kv_block_size)
     num_slots = device.num_blocks * engine.kv_block_size
     max_model_len = min(device.context_len, num_slots)

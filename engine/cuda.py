@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,21 +27,24 @@ def check_device(device: str) -> None:
         raise ConfigError("engine.device", device, f"cpu ({problem})")
 
 
-def free_bytes(utilization: float, step: Callable[[], object]) -> int:
+def free_bytes(utilization: float, step: Callable[[], object], more_bytes: int = 0) -> int:
     """Returns the bytes that a share of the device's memory leaves beside those in use now and the peak of ``step``.
 
     Args:
         utilization: The share, in (0, 1].
+        step: What it returns lives while memory is counted: recorded steps have some that torch knows nothing of.
+        more_bytes: What else will be taken.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    step()
+    kept = step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_reserved()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    others = total - free - torch.cuda.memory_reserved()  # the context, other processes
-    return int(total * utilization) - others - peak
+    others = total - free - torch.cuda.memory_reserved()  # the context, recorded steps, other processes
+    del kept
+    return int(total * utilization) - others - peak - more_bytes
 
 
 def synchronize() -> None:
@@ -67,6 +71,31 @@ def marker(device: torch.device) -> Callable[[], Callable[[], None]]:
 
 def _done() -> None:
     pass
+
+
+class Mirrored:
+    """Memory of the device that the host fills, without waiting for the device.
+
+    The host has two copies and writes them by turns: the device may not have fetched the other one yet.
+
+    Attributes:
+        there: ``[size]``, on the device; its address stays.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.there = torch.zeros(size, dtype=dtype, device=device)
+        self._here = [torch.zeros(size, dtype=dtype, pin_memory=pinned) for _ in range(2)]
+
+    def take(self) -> np.ndarray:
+        """Returns the copy to write next, ``[size]``; it holds what was written two turns ago."""
+        self._here.reverse()
+        values: np.ndarray = self._here[0].numpy()
+        return values
+
+    def send(self, num: int | None = None) -> None:
+        """Launches the copy to the device: of the first ``num`` elements, or of all."""
+        self.there[:num].copy_(self._here[0][:num], non_blocking=True)
 
 
 def is_lost() -> bool:

@@ -218,8 +218,8 @@ def largest_step(engine: EngineConfig) -> tuple[StepBatch, dict[str, Sequence], 
     Returns:
         The step, its sequences, and how many blocks it is computed in: 0 and up.
     """
-    num_seqs = min(engine.max_num_seqs, engine.max_batch_tokens)
-    each, more = divmod(engine.max_batch_tokens, num_seqs)
+    num_seqs = min(engine.max_num_seqs, engine.step_tokens)
+    each, more = divmod(engine.step_tokens, num_seqs)
     items, sequences, num_blocks = [], {}, 0
     for i in range(num_seqs):
         name, num_tokens = f"{_NAME}{i}", each + (i < more)

@@ -8,22 +8,38 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from farsight.engine import cuda
+from farsight.engine.attention import choice
+from farsight.engine.attention.triton_attention import TritonAttention
+from farsight.engine.devices import model_device
+from farsight.engine.models import model
+from farsight.engine.models.fused import FusedLayers
+from farsight.engine.sampling.device_draws import DeviceDraws
+from farsight.engine.steps import backends
+from farsight.engine.steps.recording import Capture
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a program may have on compute capability 9.0."""
+
+
+DRAWN = 5
+"""The token that every draw yields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +93,7 @@ def compiling() -> Iterator[list[Any]]:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if id(kernel) not in made:
+        if kernel is not None and id(kernel) not in made:  # None: it is put off (``compile_side_by_side``)
             made[id(kernel)] = kernel
             found.append(kernel)
         return kernel
@@ -90,6 +106,47 @@ def compiling() -> Iterator[list[Any]]:
     finally:
         JITFunction.run = run
         driver._active = active  # there may be none, and to ask for one would fail
+
+
+class _Draws(DeviceDraws):
+    """Draws the same token always, where the kernel would have been launched."""
+
+    def draw(self, logits: Tensor, tokens: Tensor) -> None:
+        super().draw(logits, tokens)
+        tokens.fill_(DRAWN)
+
+
+@contextmanager
+def serving(pool_bytes: int, capture: Capture, *, largest_step: bool = True) -> Iterator[list[Any]]:
+    """Puts devices together as on a GPU, over memory of this machine; yields the kernels that are compiled.
+
+    Args:
+        pool_bytes: Bytes that are left for the KV pool.
+        capture: Records the work of a step.
+        largest_step: Whether the largest step is computed at the start, as on a GPU.
+    """
+
+    def free_bytes(share: float, step: Callable[[], object], more_bytes: int) -> int:
+        if largest_step:
+            step()
+        return pool_bytes
+
+    def draws(sizes: Any, config: Any, device: torch.device) -> DeviceDraws:
+        return _Draws(sizes.rows[-1], config.vocab_size, device)
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (cuda, "device_problem", lambda: None),
+            (cuda, "free_bytes", free_bytes),
+            (cuda, "Graphs", lambda: capture),
+            (cuda, "synchronize", lambda: None),
+            (backends, "make_draws", draws),
+            (model, "make_layers", lambda *args, compiled: FusedLayers(*args)),
+            (model_device, "load_device", model_device.load_gpu_device),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(patch.dict(choice.KERNELS, {"triton": TritonAttention.of_model}))
+        yield stack.enter_context(compiling())
 
 
 def resources(kernel: Any) -> Compiled:

@@ -119,7 +119,8 @@ class EngineConfig:
         prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks. Blocks of ended
             sequences stay cached until their memory is needed.
         max_num_seqs: Sequences in one step.
-        max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several.
+        max_batch_tokens: Tokens computed in one step; longer prompts are prefilled in several. 0 is 8192 on a GPU and
+            1024 elsewhere.
         max_model_len: Tokens a sequence may reach, prompt and output together; 0 is the model's own context, which only
             an emulated device can go beyond.
         num_threads: Compute threads of a worker; 0 shares the cores that it may use among the replicas, from 4 cores on
@@ -155,7 +156,7 @@ class EngineConfig:
     block_size: int = 0
     prefix_cache: bool = True
     max_num_seqs: int = 128
-    max_batch_tokens: int = 1024
+    max_batch_tokens: int = 0
     max_model_len: int = 0
     num_threads: int = 0
     benchmark_mode: bool = False
@@ -168,12 +169,10 @@ class EngineConfig:
     long_factors: str = "served"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_batch_tokens"):
-            value = getattr(self, name)
-            require(value >= 1, f"engine.{name}", value, "an integer >= 1")
+        require(self.max_num_seqs >= 1, "engine.max_num_seqs", self.max_num_seqs, "an integer >= 1")
         self.kv_bytes()
         self.host_kv_bytes()
-        for name in ("block_size", "max_model_len", "num_threads"):
+        for name in ("block_size", "max_batch_tokens", "max_model_len", "num_threads"):
             value = getattr(self, name)
             require(value >= 0, f"engine.{name}", value, "an integer >= 0")
         require(self.backend in BACKENDS, "engine.backend", self.backend, f"one of {', '.join(BACKENDS)}")
@@ -217,6 +216,11 @@ class EngineConfig:
     def kv_block_size(self) -> int:
         """``block_size``, or this device's default where that is 0."""
         return self.block_size or (64 if self.device == "cuda" else 32)
+
+    @property
+    def step_tokens(self) -> int:
+        """``max_batch_tokens``, or this device's default where that is 0."""
+        return self.max_batch_tokens or (8192 if self.device == "cuda" else 1024)
 
     def kv_bytes(self) -> int | None:
         """Returns ``kv_memory`` in bytes; None for ``auto``."""

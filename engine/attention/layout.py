@@ -9,12 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from farsight.core.errors import IntegrityError
+from farsight.core.request import SamplingParams
 from farsight.engine.attention.attention import DecodePart, GivenTensors, PrefillPart, StepLayout
 from farsight.engine.sequence import Sequence
 from farsight.engine.vision.spans import GivenRows, joined
@@ -37,6 +39,17 @@ class StepSizes:
         self.rows = row_sizes(max_rows)
         self.widths = table_widths(max_width)
         self.tokens = token_sizes(max_tokens)
+
+    @property
+    def count(self) -> int:
+        """How many steps are recorded, at most."""
+        return len(self.rows) * len(self.widths) + 2 * len(self.tokens)
+
+    def largest(self) -> StepSizes:
+        """Returns the largest sizes alone."""
+        found = StepSizes(1, 1)
+        found.rows, found.widths, found.tokens = self.rows[-1:], self.widths[-1:], self.tokens[-1:]
+        return found
 
     def num_rows(self, number: int) -> int | None:
         """The smallest of ``rows`` that holds so many; None if none does."""
@@ -294,6 +307,7 @@ class DecodeInputs:
         lengths: int32 ``[items, 2]``: 1, and tokens of the sequence with the new one.
         tables: int32 ``[items, width]``: blocks of the sequence; unused entries repeat the first.
         turning: Indices of the items that begin a block, which their tables may lack.
+        params: How the token of each item is chosen.
     """
 
     items: list[StepItem]
@@ -301,6 +315,7 @@ class DecodeInputs:
     lengths: np.ndarray
     tables: np.ndarray
     turning: list[int]
+    params: list[SamplingParams]
     _token_ids: list[list[int]]
     _block_size: int
 
@@ -314,18 +329,18 @@ class DecodeInputs:
         starts = np.array([item.start for item in items], dtype=np.int64)
         lengths = np.ones((len(items), 2), dtype=np.int32)
         lengths[:, 1] = starts + 1
-        tables = np.empty((len(items), int(starts.max()) // block_size + 1), dtype=np.int32)
-        for row, item in zip(tables, items, strict=True):
-            _fill_table(row, item, block_size)
+        tables = _decode_tables(items, starts, block_size)
+        taking_part = [sequences[item.request_id] for item in items]
         rows = np.zeros((3, len(items)), dtype=np.int64)
-        for i, item in enumerate(items):
-            sequence = sequences[item.request_id]
-            images = sequence.images
-            rows[1, i] = sequence.first_row + item.start if images is None else images.position(item.start)
+        rows[1] = starts + [each.first_row for each in taking_part]
+        for i, each in enumerate(taking_part):
+            if each.images is not None:
+                rows[1, i] = each.images.position(items[i].start)
         rows[2] = tables[np.arange(len(items)), starts // block_size] * block_size + starts % block_size
         turning: list[int] = np.flatnonzero(starts % block_size == 0).tolist()
-        token_ids = [sequences[item.request_id].token_ids for item in items]
-        return cls(items, rows, lengths, tables, turning, token_ids, block_size)
+        params = [each.sampling for each in taking_part]
+        token_ids = [each.token_ids for each in taking_part]
+        return cls(items, rows, lengths, tables, turning, params, token_ids, block_size)
 
     def complete(self, token_ids: list[int] | None = None) -> None:
         """Writes the tokens and blocks that have come with the step before.
@@ -350,6 +365,19 @@ class DecodeInputs:
             return [tokens[item.start] for tokens, item in zip(self._token_ids, self.items, strict=True)]
         except IndexError:
             raise IntegrityError("a step that decodes asks for tokens that are not there") from None
+
+
+def _decode_tables(items: list[StepItem], starts: np.ndarray, block_size: int) -> np.ndarray:
+    """Returns the blocks that single tokens attend to, int32 ``[items, width]``; all at once, for there are many."""
+    parts = [item.blocks[:used] for item, used in zip(items, (starts // block_size + 1).tolist(), strict=True)]
+    counts = np.array([len(part) for part in parts])
+    lacking = (counts == 0) | (counts * block_size < starts)
+    if lacking.any():
+        raise _too_few_blocks(items[int(lacking.argmax())], block_size)
+    there = np.arange(int(starts.max()) // block_size + 1) < counts[:, None]
+    tables = np.empty(there.shape, dtype=np.int32)
+    tables[there] = np.fromiter(chain.from_iterable(parts), np.int32, int(counts.sum()))
+    return np.where(there, tables, tables[:, :1])
 
 
 def _fill_table(row: np.ndarray, item: StepItem, block_size: int) -> None:

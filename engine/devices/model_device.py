@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import torch
 
 from farsight.core.config.engine import EngineConfig
 from farsight.core.processors import compute_threads
+from farsight.core.request import Request, SamplingParams
 from farsight.engine import cuda
 from farsight.engine.attention.choice import gpu_attention
 from farsight.engine.attention.layout import StepSizes
@@ -19,11 +21,17 @@ from farsight.engine.kv_pool import KVPool, pool_dtype
 from farsight.engine.models.quantize import quantize_weights
 from farsight.engine.native.model import NativeBackend
 from farsight.engine.runner import Device, available_bytes, largest_step, num_host_pool_blocks, num_pool_blocks
-from farsight.engine.steps.backends import GraphBackend, TorchBackend
+from farsight.engine.sequence import Sequence
+from farsight.engine.steps.backends import GraphBackend, TorchBackend, make_draws
 from farsight.engine.steps.careful_steps import CarefulSteps
+from farsight.engine.steps.compiles import compile_side_by_side, keep_compiled
 from farsight.engine.steps.model_runner import ModelRunner
+from farsight.kvcache import StepBatch, StepItem
 
 logger = logging.getLogger(__name__)
+
+RECORDING_BYTES = 4 << 20
+"""Bytes that a recorded step takes at most beside what all of them share: its inputs, and what the driver keeps."""
 
 AUTO_SHARE = 0.2
 """Share of the machine's available memory that ``auto`` takes at most: for the KV pool, and again for the host pool."""
@@ -92,36 +100,26 @@ def load_gpu_device(
     keep_quantized: bool = True,
     progress: Progress | None = None,
 ) -> Device:
-    """Loads the model and shares out the GPU's memory: weights, then the largest step, then the KV pool.
+    """Loads the model and shares out the GPU's memory: weights, then the largest and recorded steps, then the KV pool.
 
     Args:
         num_replicas: As in ``load_device``, as are the others; each replica has a GPU of its own.
     """
     cuda.check_device(engine.device)
+    keep_compiled()
     dtype = parse_dtype(dtype_name, config, engine.device)
     token_bytes = config.kv_bytes_per_token(dtype)
     context_len = resolve_max_model_len(config, engine.max_model_len)
     weights = load_weights(model_dir, config, dtype, engine.device, keep_quantized=keep_quantized, progress=progress)
     if bits:
         weights = quantize_weights(weights, bits)
-    num_blocks = num_pool_blocks(engine, token_bytes, context_len, _free_bytes(config, weights, engine))
+    _compile(config, weights, engine)
+    num_blocks = num_pool_blocks(engine, token_bytes, context_len, _free_bytes(config, weights, engine, context_len))
     num_bytes = int(AUTO_SHARE / num_replicas * available_bytes())
     num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_blocks if swaps else 0, num_bytes)
-    size = engine.kv_block_size
-    pool = KVPool(config, num_blocks=num_blocks, block_size=size, dtype=dtype, device=engine.device, spare=True)
+    pool = _pool(config, num_blocks, dtype, engine)
     max_model_len = min(context_len, pool.num_slots)
-    sizes = StepSizes(engine.max_num_seqs, -(-max_model_len // size), engine.max_batch_tokens)
-    backend = GraphBackend(
-        config,
-        weights,
-        pool,
-        max_model_len,
-        gpu_attention(engine.backend, config, pool, sizes),
-        sizes,
-        cuda.Graphs(),
-        cuda.synchronize,
-        compiled=engine.compile,
-    )
+    backend = _graph_backend(config, weights, pool, engine, max_model_len, _sizes(engine, max_model_len))
     backend.compiles.begin()
     runner = ModelRunner(config, pool, backend, max_model_len, careful=CarefulSteps(cuda.recover), is_lost=cuda.is_lost)
     copier = make_copier(config, pool, num_host_blocks, on_gpu=True)
@@ -129,12 +127,58 @@ def load_gpu_device(
     return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier)
 
 
-def _free_bytes(config: DecoderConfig, weights: ModelWeights, engine: EngineConfig) -> int:
-    """Returns the bytes of the GPU beside weights and the largest step, whose few KV blocks count as taken."""
+def _pool(config: DecoderConfig, num_blocks: int, dtype: torch.dtype, engine: EngineConfig) -> KVPool:
+    size = engine.kv_block_size
+    return KVPool(config, num_blocks=num_blocks, block_size=size, dtype=dtype, device=engine.device, spare=True)
+
+
+def _sizes(engine: EngineConfig, max_len: int) -> StepSizes:
+    """Returns the sizes of steps whose sequences reach ``max_len`` tokens."""
+    return StepSizes(engine.max_num_seqs, -(-max_len // engine.kv_block_size), engine.step_tokens)
+
+
+def _graph_backend(
+    config: DecoderConfig, weights: ModelWeights, pool: KVPool, engine: EngineConfig, max_len: int, sizes: StepSizes
+) -> GraphBackend:
+    """Makes the backend, and records its steps."""
+    attention = gpu_attention(engine.backend, config, pool, sizes)
+    graphs, wait, compiled = cuda.Graphs(), cuda.synchronize, engine.compile
+    return GraphBackend(config, weights, pool, max_len, attention, sizes, graphs, wait, compiled=compiled)
+
+
+def _compile(config: DecoderConfig, weights: ModelWeights, engine: EngineConfig) -> None:
+    """Compiles this package's kernels several at once, as a step of a row and a chunk would launch them."""
+    if engine.compile or engine.backend not in ("auto", "triton"):
+        return
+    size, sizes, pool = engine.kv_block_size, StepSizes(2, 2), _pool(config, 3, weights.embedding.dtype, engine)
+    items = (StepItem("row", 1, 1, True, [0]), StepItem("chunk", 0, size, True, [1]))
+    sequences = {
+        item.request_id: Sequence.of(Request(item.request_id, 0, "", (0,) * size, SamplingParams(1))) for item in items
+    }
+
+    def step() -> None:
+        backend = TorchBackend(config, weights, pool, size, gpu_attention(engine.backend, config, pool, sizes))
+        backend.run(StepBatch(items), [0, 1], sequences)
+        make_draws(sizes, config, pool.device)
+
+    began_at = time.monotonic()
+    num_kernels = compile_side_by_side(step, compute_threads(engine.num_threads, 1))
+    logger.info("%d kernels compiled, or found in the cache, in %.1f s", num_kernels, time.monotonic() - began_at)
+
+
+def _free_bytes(config: DecoderConfig, weights: ModelWeights, engine: EngineConfig, max_len: int) -> int:
+    """Returns the bytes of the GPU beside weights, the largest step, and recorded steps with all that they need.
+
+    The few KV blocks of the largest step, a spare one among them, count as taken.
+    """
     batch, sequences, num_blocks = largest_step(engine)
-    dtype, size = weights.embedding.dtype, engine.kv_block_size
-    pool = KVPool(config, num_blocks=num_blocks, block_size=size, dtype=dtype, device=engine.device)
-    attention = gpu_attention(engine.backend, config, pool, StepSizes(len(batch.items), num_blocks))
-    backend = TorchBackend(config, weights, pool, pool.num_slots, attention, compiled=engine.compile)
-    runner = ModelRunner(config, pool, backend, pool.num_slots)
-    return cuda.free_bytes(engine.gpu_memory_utilization, lambda: runner.execute(batch, sequences))
+    sizes = _sizes(engine, max_len)
+    pool = _pool(config, num_blocks, weights.embedding.dtype, engine)
+
+    def step() -> object:
+        """Returns what must live while its memory is counted."""
+        backend = _graph_backend(config, weights, pool, engine, max(max_len, pool.num_slots), sizes.largest())
+        ModelRunner(config, pool, backend, pool.num_slots).execute(batch, sequences)
+        return backend
+
+    return cuda.free_bytes(engine.gpu_memory_utilization, step, sizes.count * RECORDING_BYTES)

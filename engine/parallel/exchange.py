@@ -169,7 +169,7 @@ class Exchange:
         self._sums_left = 0
         self._num_rows = 0
         device = torch.device(engine.device)
-        num_rows = max(engine.max_batch_tokens, engine.max_num_seqs)
+        num_rows = max(engine.step_tokens, engine.max_num_seqs)
         self._blank = torch.zeros(num_rows, part.config.hidden_size, dtype=dtype, device=device)
         self._shares: list[Tensor] | None = None
         if part.is_last and part.mesh.tensor > 1:

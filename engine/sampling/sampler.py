@@ -46,7 +46,8 @@ class StepLogits(NamedTuple):
 
     Attributes:
         logits: float32 ``[R, vocab]``.
-        best: The likeliest token of each row (``likeliest``), where the step has computed it.
+        best: The token of each row that the step has chosen, where it has: the likeliest one, or one drawn by the row's
+            parameters (``Sampler.settles``).
         hidden: Their hidden states behind the last norm, float32 ``[R, hidden]``, where they were asked for.
     """
 
@@ -99,7 +100,7 @@ class Sampler:
             params: One a row.
             positions: Index of each new token in its sequence, prompt included.
             histories: One a row; read where params adjust logits, and only needed if some do.
-            best: Result of ``likeliest``, if it is known already; rows of ``plain`` params then cost nothing.
+            best: The tokens that the step has chosen, if it has; rows that ``settles`` accepts then cost nothing.
             masks: What grammars allow; of rows whose params look back.
         """
         if masks is not None:
@@ -107,7 +108,7 @@ class Sampler:
         tokens = [NO_TOKEN] * len(params) if best is None else list(best)
         for draws in (False, True):
             chosen = [row for row, each in enumerate(params) if each.greedy is not draws]
-            rows = chosen if best is None else [row for row in chosen if not params[row].plain]
+            rows = chosen if best is None else [row for row in chosen if not self.settles(params[row])]
             if rows:
                 scores = self._scores(logits, rows, params, histories)
                 own = [params[row] for row in rows]
@@ -115,6 +116,10 @@ class Sampler:
                 for row, token in zip(rows, found.tolist(), strict=True):
                     tokens[row] = token
         return tokens
+
+    def settles(self, param: SamplingParams) -> bool:
+        """Tells whether a step that chooses tokens chooses those of such rows: by ``likeliest``, of plain ones."""
+        return param.plain
 
     def _scores(
         self,

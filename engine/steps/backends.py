@@ -32,6 +32,7 @@ from farsight.engine.models.model import DecoderModel, last_hidden
 from farsight.engine.native.library import NativeUnavailable
 from farsight.engine.native.model import NativeBackend, matrix_problem, native_problem
 from farsight.engine.native.sampler import NativeSampler
+from farsight.engine.sampling.device_draws import DeviceDraws, DeviceSampler, Draws
 from farsight.engine.sampling.sampler import Sampler, StepLogits, likeliest
 from farsight.engine.sequence import Sequence
 from farsight.engine.steps.compiles import CompileCounter
@@ -94,7 +95,7 @@ class LaunchingBackend(ReadyBackend, Protocol):
     def launch(
         self, items: list[StepItem], sequences: Mapping[str, Sequence], sources: list[int] | None = None
     ) -> Wait | None:
-        """Launches a step of ordered items; ``likeliest`` chooses its tokens, one of each item that samples.
+        """Launches a step of ordered items, which chooses its tokens itself: one of each item that samples.
 
         Args:
             sources: For each item, which has one token then: the row of the step launched last that yields that token.
@@ -164,6 +165,7 @@ class GraphBackend(TorchBackend):
 
     Attributes:
         compiles: Counts kernels compiled while serving, once the owner has begun it.
+        draws: Chooses the tokens of recorded steps, by a kernel; None where there is none.
 
     Args:
         sizes: Sizes of the recorded steps.
@@ -171,6 +173,7 @@ class GraphBackend(TorchBackend):
         synchronize: Returns when the device has done all launched work. A step that samples waits for its tokens; one
             that does not would end for the host before it has begun, and its time would be wrong.
         compiled: As for ``DecoderModel``.
+        draws: As the attribute; by default those of ``make_draws``.
     """
 
     def __init__(
@@ -185,13 +188,15 @@ class GraphBackend(TorchBackend):
         synchronize: Callable[[], object],
         *,
         compiled: bool = False,
+        draws: Draws | None = None,
     ) -> None:
         super().__init__(config, weights, pool, max_len, attention, compiled=compiled)
         self.compiles = CompileCounter()
         self._synchronize = synchronize
         self._launched = LaunchedTokens(sizes.rows[-1], pool.device)
+        self.draws = draws or make_draws(sizes, config, pool.device)
         self._mixed = MixedGraphs(self._model, pool, attention, sizes, capture)  # the largest first: they share memory
-        self._graphs = DecodeGraphs(self._model, pool, attention, sizes, capture, self._launched)
+        self._graphs = DecodeGraphs(self._model, pool, attention, sizes, capture, self._launched, self.draws)
 
     def run(
         self,
@@ -245,9 +250,19 @@ class GraphBackend(TorchBackend):
         mixed = None if sources is not None or find_given_rows(items, sequences) else self._mixed.find(items)
         if mixed is None:
             return None
-        best = likeliest(self._run_mixed(mixed, items, sequences).logits)
-        self._launched.tokens[: len(best)].copy_(best)
-        return self._launched.begin_reading(len(best))
+        logits = self._run_mixed(mixed, items, sequences).logits
+        self._choose(logits, [item for item in items if item.samples], sequences)
+        return self._launched.begin_reading(len(logits))
+
+    def _choose(self, logits: Tensor, items: list[StepItem], sequences: Mapping[str, Sequence]) -> None:
+        """Chooses the tokens of items that sample, without waiting for them."""
+        tokens = self._launched.tokens[: len(logits)]
+        if self.draws is None:
+            tokens.copy_(likeliest(logits))
+        else:
+            params = [sequences[item.request_id].sampling for item in items]
+            self.draws.fill(params, [item.start + item.num_tokens for item in items])
+            self.draws.draw(logits, tokens)
 
     def _inputs(self, items: list[StepItem], sequences: Mapping[str, Sequence], *, known: bool = True) -> DecodeInputs:
         inputs = DecodeInputs.ahead(items, sequences, self._pool.block_size)
@@ -291,14 +306,22 @@ def make_backend(
     return TorchBackend(config, weights, pool, max_len)
 
 
+def make_draws(sizes: StepSizes, config: DecoderConfig, device: torch.device) -> Draws | None:
+    """Makes what draws tokens on a device, for the largest step; None where that is no GPU."""
+    return DeviceDraws(sizes.rows[-1], config.vocab_size, device) if device.type == "cuda" else None
+
+
 def make_sampler(backend: StepBackend, eos_token_ids: tuple[int, ...], name: str = "torch") -> Sampler:
-    """Makes the sampler beside a backend: compiled beside a compiled one, and where ``auto`` has torch on the CPU.
+    """Makes the sampler beside a backend: a kernel on a GPU, compiled beside a compiled step, and where ``auto`` has
+    torch on the CPU.
 
     Args:
         name: As in ``make_backend``.
     """
     if isinstance(backend, NativeBackend):
         return NativeSampler(eos_token_ids, backend.model)
+    if isinstance(backend, GraphBackend) and backend.draws is not None:
+        return DeviceSampler(eos_token_ids, backend.draws)
     if name == "auto":
         with contextlib.suppress(NativeUnavailable):
             return NativeSampler(eos_token_ids)

@@ -1,11 +1,48 @@
-"""Counts the kernels that Triton compiles while a worker serves: each stops every stream, so there should be none."""
+"""Kernels that Triton compiles: at the start side by side, and kept; later none, as each would stop every stream."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from farsight.engine.checkpoint.catalogue import cache_dir
+
 logger = logging.getLogger(__name__)
+
+
+def keep_compiled() -> None:
+    """Keeps compiled kernels in ``kernels`` below ``FARSIGHT_CACHE``, unless ``TRITON_CACHE_DIR`` names a place."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "kernels"))
+
+
+def compile_side_by_side(work: Callable[[], object], num_threads: int) -> int:
+    """Compiles the kernels that work would launch, several at once; none is launched, so the work computes nothing.
+
+    Returns:
+        How many there are; none without Triton.
+    """
+    try:
+        from triton import AsyncCompileMode, knobs
+    except ImportError:
+        return 0
+    found: dict[tuple[Any, str], None] = {}
+
+    def keep(*, fn: Any, compile: Any, **_: Any) -> bool:
+        found[fn.jit_function, compile["specialization_data"]] = None
+        return True  # it is not compiled now, and so not launched
+
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, keep
+    try:
+        work()
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    with ThreadPoolExecutor(num_threads, "kernels") as threads, AsyncCompileMode(threads):
+        for kernel, data in found:
+            kernel.preload(data)
+    return len(found)
 
 
 class CompileCounter:

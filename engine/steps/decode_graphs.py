@@ -20,8 +20,9 @@ from farsight.engine.attention.attention import AttentionBackend, StaticDecode, 
 from farsight.engine.attention.layout import DecodeInputs, StepSizes, check_row_tokens, find_opened_blocks
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.models.model import DecoderModel
+from farsight.engine.sampling.device_draws import Draws
 from farsight.engine.sampling.sampler import likeliest
-from farsight.engine.steps.recording import Capture, Mirrored, Recordings, can_record
+from farsight.engine.steps.recording import Capture, Recordings, can_record
 from farsight.kvcache import StepItem
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,11 @@ class StaticInputs:
 
     def __init__(self, size: DecodeSize, device: torch.device) -> None:
         self._size = size
-        self._rows = Mirrored(3 * size.rows, torch.int64, device)
+        self._rows = cuda.Mirrored(3 * size.rows, torch.int64, device)
         # Tables begin at a multiple of 16 bytes, as separate tensors do: Triton compiles for the alignment that it
         # finds.
         self._tables_at = -(-size.rows // 4) * 4
-        self._lens = Mirrored(self._tables_at + size.rows * size.width, torch.int32, device)
+        self._lens = cuda.Mirrored(self._tables_at + size.rows * size.width, torch.int32, device)
         self.rows = self._rows.there.view(3, size.rows)
         tables = self._lens.there[self._tables_at :].view(size)
         self.decode = StaticDecode(block_tables=tables, kv_lens=self._lens.there[: size.rows])
@@ -91,7 +92,7 @@ class LaunchedTokens:
     def __init__(self, max_rows: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self.tokens = torch.empty(max_rows, dtype=torch.int64, device=device)
-        self._sources = Mirrored(max_rows, torch.int64, device)
+        self._sources = cuda.Mirrored(max_rows, torch.int64, device)
         self._read = [torch.empty(max_rows, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._mark = cuda.marker(device)
 
@@ -125,7 +126,8 @@ class DecodeGraphs:
     Args:
         sizes: Sizes of the recorded steps.
         capture: Records work.
-        launched: Takes the likeliest token of each row.
+        launched: Takes the token of each row.
+        draws: Draws them, within the recorded step; None for the likeliest ones.
     """
 
     def __init__(
@@ -136,7 +138,9 @@ class DecodeGraphs:
         sizes: StepSizes,
         capture: Capture,
         launched: LaunchedTokens,
+        draws: Draws | None = None,
     ) -> None:
+        self._draws = draws
         self._model = model
         self._pool = pool
         self._attention = attention
@@ -172,7 +176,11 @@ class DecodeGraphs:
         def run() -> None:
             logits = self._model.forward(layout, self._pool, attention)
             self._logits[:num_rows].copy_(logits)
-            self._launched.tokens[:num_rows].copy_(likeliest(logits))
+            tokens = self._launched.tokens[:num_rows]
+            if self._draws is None:
+                tokens.copy_(likeliest(logits))
+            else:
+                self._draws.draw(logits, tokens)
 
         return inputs, run
 
@@ -203,6 +211,8 @@ class DecodeGraphs:
         step.inputs.fill(inputs, self._model.config.vocab_size)
         if sources is not None:
             self._launched.feed(sources, step.inputs.rows[0])
+        if self._draws is not None:
+            self._draws.fill(inputs.params, inputs.lengths[:, 1].tolist())
         step.replay()
         return self._launched.begin_reading(len(inputs.items))
 
@@ -210,7 +220,7 @@ class DecodeGraphs:
         """Replays a step whose tokens are known, and waits for it; raises as ``launch``.
 
         Returns:
-            Logits, float32 ``[items, vocab]``, overwritten by the next step, and ``likeliest`` of them.
+            Logits, float32 ``[items, vocab]``, overwritten by the next step, and the tokens chosen.
         """
         best = self.launch(size, inputs)()
         return self._logits[: len(inputs.items)], best

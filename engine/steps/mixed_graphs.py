@@ -18,9 +18,10 @@ from torch import Tensor
 
 from farsight.engine.attention.attention import AttentionBackend, StaticDecode, StepLayout
 from farsight.engine.attention.layout import StepSizes, check_row_tokens, find_opened_blocks
+from farsight.engine.cuda import Mirrored
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.models.model import DecoderModel
-from farsight.engine.steps.recording import Capture, Mirrored, Recordings, can_record
+from farsight.engine.steps.recording import Capture, Recordings, can_record
 from farsight.kvcache import StepItem
 
 logger = logging.getLogger(__name__)

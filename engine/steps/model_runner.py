@@ -42,7 +42,7 @@ class _Ready:
     Attributes:
         order: Indices in ``batch`` of the items of ``inputs``.
         run: ``ReadyBackend.run_ready``.
-        plain: Whether the likeliest token of each is all that is wanted (``SamplingParams.plain``).
+        settled: Whether the step chooses the token of each (``Sampler.settles``), and no more is wanted.
         token_ids: The last known token of each item of ``batch``, if its sequence does not have it yet.
     """
 
@@ -50,7 +50,7 @@ class _Ready:
     order: list[int]
     inputs: DecodeInputs
     run: Callable[[DecodeInputs], StepLogits]
-    plain: bool
+    settled: bool
     token_ids: list[int] | None = None
 
 
@@ -165,9 +165,8 @@ class ModelRunner(Runner):
             return False  # the prompt ends with an image, whose rows are found when the step runs
         order = order_items(batch)
         inputs = DecodeInputs.ahead([batch.items[i] for i in order], sequences, self.pool.block_size)
-        self._ready = _Ready(
-            batch, order, inputs, self.backend.run_ready, all(sequence.sampling.plain for sequence in taking_part)
-        )
+        settled = all(self.sampler.settles(param) and param.logprobs is None for param in inputs.params)
+        self._ready = _Ready(batch, order, inputs, self.backend.run_ready, settled)
         return not any(sequence.sampling.looks_back for sequence in taking_part)
 
     def go_on(self, batch: StepBatch, token_ids: list[int]) -> None:
@@ -177,7 +176,7 @@ class ModelRunner(Runner):
         self._ready.token_ids = token_ids
 
     def launch(self, batch: StepBatch, sequences: Mapping[str, Sequence]) -> Launch:
-        """Launches a step that is recorded and takes the likeliest tokens; raises as ``execute``."""
+        """Launches a step that is recorded and chooses its tokens itself; raises as ``execute``."""
         if self._launched:
             return Launch.BEFORE
         return Launch.NOW if self._launch(batch, sequences) else Launch.NOT
@@ -191,7 +190,7 @@ class ModelRunner(Runner):
             return False
         if self._careful is not None and not self._careful.fits(batch):
             return False
-        if not all(_is_plain(item, sequences[item.request_id]) for item in batch.items):
+        if not all(self._is_settled(item, sequences[item.request_id]) for item in batch.items):
             return False
         order, sources = order_items(batch), None
         if before is not None:
@@ -202,6 +201,13 @@ class ModelRunner(Runner):
             return False
         self._launched.append(_Launched(batch, [i for i in order if batch.items[i].samples], wait))
         return True
+
+    def _is_settled(self, item: StepItem, sequence: Sequence) -> bool:
+        """Returns whether an item brings a token that the step chooses and nothing else, without rows of images."""
+        sampling = sequence.sampling
+        if sampling.logprobs is not None or sampling.pooling or item.drafts or sequence.image_problem:
+            return False
+        return self.sampler.settles(sampling)
 
     def forget_launched(self) -> None:
         while self._launched:
@@ -278,7 +284,7 @@ class ModelRunner(Runner):
         masks = self._begin_masks([ready.batch.items[i] for i in ready.order], sequences)
         step = ready.run(ready.inputs)
         found = LoggedTokens([None] * len(ready.order), {})
-        if ready.plain and step.best is not None and NO_TOKEN not in step.best:
+        if ready.settled and step.best is not None and NO_TOKEN not in step.best:
             for i, token in zip(ready.order, step.best, strict=True):
                 found[i] = token
         else:
@@ -392,10 +398,3 @@ class ModelRunner(Runner):
         rows = iter(self.backend.run(batch, order, sequences).logits.clone())
         by_item = {i: next(rows) for i in order if batch.items[i].samples}
         return [by_item.get(i) for i in range(len(batch.items))]
-
-
-def _is_plain(item: StepItem, sequence: Sequence) -> bool:
-    """Returns whether an item brings its likeliest token and nothing else, without rows of images."""
-    if not sequence.sampling.plain or sequence.sampling.pooling or sequence.prompt_logprobs is not None:
-        return False
-    return not item.drafts and not sequence.image_problem

@@ -1,4 +1,4 @@
-"""What recorded steps of any kind share: memory that the host writes into, and what is left out of the recordings."""
+"""What recorded steps of any kind share: how they are kept, and what is left out of the recordings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from farsight.engine.models.model import DecoderModel
@@ -24,31 +23,6 @@ Inputs = TypeVar("Inputs")
 def can_record(model: DecoderModel) -> bool:
     """Returns whether the work of a step depends on its size alone."""
     return model.config.experts is None
-
-
-class Mirrored:
-    """Memory of the device that the host fills, without waiting for the device.
-
-    The host has two copies and writes them by turns: the device may not have fetched the other one yet.
-
-    Attributes:
-        there: ``[size]``, on the device; its address stays.
-    """
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self.there = torch.zeros(size, dtype=dtype, device=device)
-        self._here = [torch.zeros(size, dtype=dtype, pin_memory=pinned) for _ in range(2)]
-
-    def take(self) -> np.ndarray:
-        """Returns the copy to write next, ``[size]``; it holds what was written two turns ago."""
-        self._here.reverse()
-        values: np.ndarray = self._here[0].numpy()
-        return values
-
-    def send(self, num: int | None = None) -> None:
-        """Launches the copy to the device: of the first ``num`` elements, or of all."""
-        self.there[:num].copy_(self._here[0][:num], non_blocking=True)
 
 
 class Recorded(NamedTuple, Generic[Inputs]):

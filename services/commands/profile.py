@@ -93,7 +93,7 @@ def _measure(runner: ModelRunner, engine: EngineConfig, rounds: int, as_json: bo
     if max_model_len < SMALLEST_CHUNK:
         raise ConfigError("--max-model-len", max_model_len, f"an integer >= {SMALLEST_CHUNK}")
     limits = StepLimits(
-        engine.max_num_seqs, engine.max_batch_tokens, max_model_len, pool.block_size, pool.num_slots // pool.block_size
+        engine.max_num_seqs, engine.step_tokens, max_model_len, pool.block_size, pool.num_slots // pool.block_size
     )
     grid = step_grid(limits)
     if len(grid) * num_fitted(rounds) < MIN_SAMPLES:

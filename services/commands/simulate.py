@@ -265,7 +265,7 @@ def experiment_of(config: Path | None, replicas: int | None = None, max_num_seqs
             batch=server.batch,
             num_replicas=max(1, server.model.replicas),
             max_num_seqs=server.engine.max_num_seqs,
-            max_batch_tokens=server.engine.max_batch_tokens,
+            max_batch_tokens=server.engine.step_tokens,
         )
     flags = {"num_replicas": replicas, "max_num_seqs": max_num_seqs}
     return replace(experiment, **{name: value for name, value in flags.items() if value is not None})  # type: ignore[arg-type]

@@ -22,6 +22,8 @@ from farsight.engine.checkpoint.weights import ModelWeights
 from farsight.engine.devices.copiers import StreamCopier, host_blocks
 from farsight.engine.devices.model_device import load_gpu_device
 from farsight.engine.kv_pool import KVPool
+from farsight.engine.native.sampler import NativeSampler
+from farsight.engine.sampling.device_draws import DeviceDraws, DeviceSampler
 from farsight.engine.sampling.sampler import NO_TOKEN, Sampler
 from farsight.engine.steps.backends import GraphBackend, TorchBackend
 from farsight.engine.steps.careful_steps import CarefulSteps
@@ -228,6 +230,7 @@ def test_logits_of_a_7b_shape(attention: str, tmp_path: Path) -> None:
 
 
 def test_the_sampler_draws_what_it_draws_on_the_cpu() -> None:
+    """Weights have the same bits; sums of float64 are added up in another order, which no draw here notices."""
     rng = random.Random(1)
     params = [
         SamplingParams(
@@ -242,7 +245,8 @@ def test_the_sampler_draws_what_it_draws_on_the_cpu() -> None:
     ]
     logits = 3 * torch.randn(len(params), 5003, generator=torch.Generator().manual_seed(0))
     positions = list(range(len(params)))
-    assert Sampler().sample(logits.cuda(), params, positions) == Sampler().sample(logits, params, positions)
+    sampler = DeviceSampler((), DeviceDraws(256, 5003, torch.device("cuda")))
+    assert sampler.sample(logits.cuda(), params, positions) == NativeSampler().sample(logits, params, positions)
 
 
 def test_a_row_without_a_token_is_found_as_on_the_cpu() -> None:
@@ -252,9 +256,10 @@ def test_a_row_without_a_token_is_found_as_on_the_cpu() -> None:
     logits[3] = torch.nan
     logits[5, 0] = torch.inf
     logits[7] = -torch.inf
+    sampler = DeviceSampler((), DeviceDraws(8, 1000, torch.device("cuda")))
     for temperature in (0.0, 1.0):
         params = [SamplingParams(1, temperature=temperature, seed=i, top_k=9, top_p=0.9) for i in range(12)]
-        found = Sampler().sample(logits.cuda(), params, range(12))
+        found = sampler.sample(logits.cuda(), params, range(12))
         assert [row for row, token in enumerate(found) if token == NO_TOKEN] == [1, 3, 5, 7]
         assert found == Sampler().sample(logits, params, range(12))
     assert torch.ones(3, device="cuda").sum().item() == 3

@@ -32,6 +32,18 @@ def test_every_speed_is_measured() -> None:
     assert "decode, 4 sequences" in table(rows)
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_the_host_beside_a_gpu_is_measured_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from benchmarks import gpu_host
+
+    record = gpu_host.run(4)
+    assert list(record["cases"]) == [case.name for case in gpu_host.CASES]
+    assert all(ms["launch"] > 0 and ms["all"] >= ms["launch"] for ms in record["cases"].values())
+    assert record["kernels compiled at start"] > 0 == record["kernels compiled while serving"]
+
+
 def test_what_was_measured_before_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(bench: object, limits: object) -> dict[str, float]:
         raise RuntimeError("no link")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import subprocess
 import sys
@@ -13,10 +14,8 @@ import torch
 
 from benchmarks.common.gpu_models import model_config, save_random_checkpoint
 from farsight.core.config.engine import EngineConfig
-from farsight.engine import cuda
-from farsight.engine.attention import choice
+from farsight.core.request import SamplingParams
 from farsight.engine.devices.model_device import load_gpu_device
-from farsight.engine.models import model
 from farsight.engine.steps.backends import GraphBackend
 from farsight.engine.steps.model_runner import ModelRunner
 from tests.unit.engine.driver import Driver
@@ -28,8 +27,10 @@ FOLDER = Path(__file__).parent
 NUM_BLOCKS = 60
 
 
-def test_small_layouts() -> None:
-    interpret(FOLDER / "interpreted_triton.py", "-k", "small")
+def test_small_layouts_and_draws() -> None:
+    """One process for all kernels: it takes longer to begin than the tests do."""
+    draws = FOLDER.parent / "sampling" / "interpreted_draws.py"
+    interpret(FOLDER / "interpreted_triton.py", str(draws), "-k", "small")
 
 
 @pytest.mark.nightly
@@ -50,46 +51,42 @@ def test_nothing_spills_on_a_gpu() -> None:
 
 
 @pytest.mark.nightly
-def test_no_kernel_is_compiled_while_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand random steps of a stand-in that compiles as a GPU would, behind a start as on a GPU."""
+def test_no_kernel_is_compiled_while_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thousand random steps of a stand-in that compiles as a GPU would, behind a start as on a GPU: all kernels side
+    by side, none but those."""
+    caplog.set_level(logging.INFO)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     from triton import knobs
 
-    from benchmarks.common.stand_in_gpu import compiling
+    from benchmarks.common.stand_in_gpu import serving
     from benchmarks.gpu_kernels import compiled
-    from farsight.engine.attention.triton_attention import TritonAttention
-    from farsight.engine.models.fused import FusedLayers
 
     config = model_config("tiny", tmp_path, num_hidden_layers=2)
     save_random_checkpoint(config, tmp_path, torch.bfloat16)
     engine = EngineConfig(block_size=64, max_num_seqs=6, max_batch_tokens=201, host_kv_memory="0")
-
-    def free_bytes(share: float, step: Callable[[], object]) -> int:
-        step()
-        return NUM_BLOCKS * 64 * config.kv_bytes_per_token(torch.bfloat16)
-
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)  # that of the backend goes with the test
-    monkeypatch.setattr(cuda, "device_problem", lambda: None)
-    monkeypatch.setattr(cuda, "free_bytes", free_bytes)
-    monkeypatch.setattr(cuda, "Graphs", lambda: capture)
-    monkeypatch.setattr(cuda, "synchronize", lambda: None)
-    monkeypatch.setitem(choice.KERNELS, "triton", TritonAttention.of_model)
-    monkeypatch.setattr(model, "make_layers", lambda *args, compiled: FusedLayers(*args))
-    with compiling() as found:
+    with serving(NUM_BLOCKS * 64 * config.kv_bytes_per_token(torch.bfloat16), capture) as found:
         runner = load_gpu_device(tmp_path, config, "bfloat16", engine, 1, swaps=False, bits=0).runner
         assert isinstance(runner, ModelRunner) and isinstance(runner.backend, GraphBackend)
         at_start = len(found)
-        assert 0 < at_start <= 20
+        assert 0 < at_start <= 20 and f"{at_start} kernels compiled" in caplog.text
         kinds = run_random_steps(runner, 1000)
         assert min(kinds.values()) > 50, kinds
+        sampled = [SamplingParams(1, temperature=1.0, top_p=0.9)] * 9  # more rows than steps have
+        runner.sampler.sample(torch.zeros(9, config.vocab_size), sampled, range(9))
         assert runner.backend.compiles.names == [] and len(found) == at_start
     compiled(64, 16, plain=True)  # what was not there is counted
     assert runner.backend.compiles.names == ["_attend", "_add_up", "_attend"]
 
 
-def capture(run: Callable[[], object]) -> Callable[[], object]:
-    run()
-    return run
+def capture(run: Callable[[], object]) -> Callable[[], None]:
+    def replay() -> None:
+        run()
+
+    replay()
+    return replay
 
 
 def run_random_steps(runner: ModelRunner, num_steps: int) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +26,11 @@ from farsight.engine.build import build_worker
 from farsight.engine.checkpoint.model_config import load_model_config
 from farsight.engine.checkpoint.weights import parse_dtype
 from farsight.engine.devices import model_device
-from farsight.engine.devices.model_device import load_gpu_device
+from farsight.engine.devices.model_device import RECORDING_BYTES, load_gpu_device
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.runner import available_bytes, largest_step
+from farsight.engine.steps.backends import GraphBackend
+from farsight.engine.steps.compiles import keep_compiled
 from farsight.engine.steps.model_runner import ModelRunner
 from farsight.kvcache import KVCopy
 from tests.unit.engine.devices.test_stream_copier import Stream
@@ -44,10 +47,23 @@ def test_no_gpu(tiny_model_dir) -> None:
         build_worker(tiny_model_dir, "auto", EngineConfig(device="cuda"), "w")
 
 
-def test_block_size_of_a_device() -> None:
+def test_sizes_of_a_device() -> None:
     sizes = {device: EngineConfig(device=device).kv_block_size for device in ("cpu", "cuda", "emulated:a100-7b")}
     assert sizes == {"cpu": 32, "cuda": 64, "emulated:a100-7b": 32}
     assert EngineConfig(device="cuda", block_size=128).kv_block_size == 128
+    tokens = {device: EngineConfig(device=device).step_tokens for device in ("cpu", "cuda", "emulated:a100-7b")}
+    assert tokens == {"cpu": 1024, "cuda": 8192, "emulated:a100-7b": 1024}
+    assert EngineConfig(device="cuda", max_batch_tokens=64).step_tokens == 64
+
+
+def test_where_compiled_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARSIGHT_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    keep_compiled()
+    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    keep_compiled()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kernels")
 
 
 def test_dtype_of_a_device(model_dir) -> None:
@@ -104,13 +120,14 @@ def test_the_largest_step(max_num_seqs: int, max_batch_tokens: int, tiny_model_d
 
 
 @pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """In the place of the calls to CUDA; keeps what they were asked."""
-    asked = SimpleNamespace(shares=[], pinned=[], free=10**9)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    asked = SimpleNamespace(shares=[], beside=[], pinned=[], free=10**9)
 
-    def free_bytes(utilization: float, step: Callable[[], object]) -> int:
+    def free_bytes(utilization: float, step: Callable[[], object], more_bytes: int) -> int:
         asked.shares.append(utilization)
-        step()
+        asked.beside.append((step(), more_bytes))
         return asked.free
 
     monkeypatch.setattr(cuda, "device_problem", lambda: None)
@@ -135,6 +152,9 @@ def test_a_device_is_put_together(
         device = load_gpu_device(tmp_path, config, "bfloat16", engine, 1, swaps=True, bits=bits)
     assert "device=cpu (supported: {'cuda'})" in caplog.text  # xformers was asked
     assert stand_ins.shares == [0.7]
+    ((beside, more_bytes),) = stand_ins.beside
+    assert isinstance(beside, GraphBackend)  # its recorded steps count, those of the largest sizes
+    assert more_bytes == 3 * 2 * RECORDING_BYTES + 2 * 4 * RECORDING_BYTES  # 1, 2, 3 rows; 16 to 128 tokens
     assert (device.num_blocks, device.num_host_blocks, device.context_len) == (10, 10, 1024)
     assert [tensor.shape for tensor in stand_ins.pinned] == [(10, 2, 2, 64 * 4 * 32)]
     assert isinstance(device.runner, ModelRunner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from farsight.engine.checkpoint.model_config import load_model_config
 from farsight.engine.checkpoint.weights import load_weights
 from farsight.engine.devices import model_device
 from farsight.engine.kv_pool import KVPool
+from farsight.engine.native.sampler import NativeSampler
 from farsight.engine.runner import Launch
+from farsight.engine.steps import backends
 from farsight.engine.steps.backends import GraphBackend, TorchBackend
 from farsight.engine.steps.mixed_graphs import MixedSize
 from farsight.engine.steps.model_runner import ModelRunner
@@ -170,6 +173,12 @@ SAMPLING = [
 ]
 
 
+DRAWN = [
+    SamplingParams(25, temperature=1.2, top_k=50, top_p=0.9, min_p=0.01, seed=10),
+    SamplingParams(15, temperature=0.7, repetition_penalty=1.2, seed=11),
+]
+
+
 class Answers:
     """What clients get of an engine under ``StepLoop``; requests come while it runs, and one goes."""
 
@@ -202,13 +211,34 @@ class Answers:
         del self._coming[:count]
 
 
+class ProcessorDraws:
+    """Draws in place of the kernel, which is tested elsewhere; a padding row keeps the token that is there."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self._sampler = NativeSampler()
+        self._params: list[SamplingParams] = []
+        self._positions: list[int] = []
+
+    def fill(self, params: SequenceOf[SamplingParams], positions: SequenceOf[int]) -> None:
+        names = ("temperature", "top_k", "top_p", "min_p", "seed")  # what the kernel reads
+        self._params = [SamplingParams(1, **{name: getattr(each, name) for name in names}) for each in params]
+        self._positions = list(positions)
+
+    def draw(self, logits: Tensor, tokens: Tensor) -> None:
+        num_rows = len(self._params)
+        tokens[:num_rows] = torch.tensor(self._sampler.sample(logits[:num_rows], self._params, self._positions))
+
+
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Devices are put together as on a GPU, over memory of this machine."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda, "device_problem", lambda: None)
-    monkeypatch.setattr(cuda, "free_bytes", lambda share, step: 1 << 22)
+    monkeypatch.setattr(cuda, "free_bytes", lambda share, step, more_bytes: 1 << 22)
     monkeypatch.setattr(cuda, "Graphs", lambda: lambda run: run)
     monkeypatch.setattr(cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(backends, "make_draws", lambda sizes, config, device: ProcessorDraws(sizes.rows[-1]))
     monkeypatch.setattr(model_device, "load_device", model_device.load_gpu_device)
     monkeypatch.setattr(
         model_device, "gpu_attention", lambda name, config, pool, sizes: Recording(config.sliding_windows)
@@ -240,7 +270,7 @@ def test_answers_are_those_of_steps_one_by_one(
     tiny_model_dir: Path, on_a_gpu: None, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs end by EOS, by length and by stop strings while the next step is on its way; others wait for places."""
-    coming = [*SAMPLING, *SAMPLING[:3], *SAMPLING[:3]]
+    coming = [*SAMPLING, *SAMPLING[:3], *SAMPLING[:3], *DRAWN]
     found = Answers(engine(tiny_model_dir), coming).run()
     assert launched.count(Launch.BEFORE) > 30
     with monkeypatch.context() as patch:
@@ -249,12 +279,14 @@ def test_answers_are_those_of_steps_one_by_one(
     assert {end for _, _, end in found.values()} == {"length", "stop"}
 
 
+@pytest.mark.parametrize("drawn", [False, True])
 def test_a_batch_that_shrinks_goes_on_without_the_host(
-    tiny_model_dir: Path, on_a_gpu: None, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+    drawn: bool, tiny_model_dir: Path, on_a_gpu: None, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs end one after the other by length; no step but the first waits for the one before it."""
     prompts = [[5 + i, 6, 7] for i in range(6)]
-    params = [SamplingParams(10 + 3 * i, ignore_eos=True) for i in range(6)]
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 100, "top_p": 0.9, "min_p": 0.01} if drawn else {}
+    params = [SamplingParams(10 + 3 * i, ignore_eos=True, seed=i, **options) for i in range(6)]
     ours = engine(tiny_model_dir, 8)
     found = ours.generate(prompts, params)
     ours.check_integrity()
