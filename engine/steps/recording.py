@@ -9,7 +9,6 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from farsight.engine.models.model import DecoderModel
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +18,6 @@ holds kernels and addresses only, so its owner keeps the work, and with it the m
 
 Size = TypeVar("Size")
 Inputs = TypeVar("Inputs")
-
-
-def can_record(model: DecoderModel) -> bool:
-    """Returns whether the work of a step depends on its size alone."""
-    return model.config.experts is None
 
 
 class Mirrored:
