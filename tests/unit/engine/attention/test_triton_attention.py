@@ -58,7 +58,7 @@ def test_no_kernel_is_compiled_while_serving(tmp_path: Path, monkeypatch: pytest
     from benchmarks.common.stand_in_gpu import compiling
     from benchmarks.gpu_kernels import compiled
     from farsight.engine.attention.triton_attention import TritonAttention
-    from farsight.engine.models.fused import FusedLayers
+    from farsight.engine.models.fused_layers import FusedLayers
 
     config = model_config("tiny", tmp_path, num_hidden_layers=2)
     save_random_checkpoint(config, tmp_path, torch.bfloat16)
