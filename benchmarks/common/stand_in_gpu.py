@@ -27,7 +27,7 @@ from farsight.engine.attention import choice
 from farsight.engine.attention.triton_attention import TritonAttention
 from farsight.engine.devices import model_device
 from farsight.engine.models import model
-from farsight.engine.models.fused import FusedLayers
+from farsight.engine.models.fused_layers import FusedLayers
 from farsight.engine.sampling.device_draws import DeviceDraws
 from farsight.engine.steps import backends
 from farsight.engine.steps.recording import Capture

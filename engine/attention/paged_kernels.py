@@ -26,6 +26,12 @@ MOST_PARTS = 32
 LEAST_PART = 256
 """Keys of a part at least; a multiple of the keys of a tile."""
 
+WIDE_HEAD = 256
+"""Values of a head above which a program takes ``WIDE_GROUP`` heads of a group at most, and keys are cut into
+``WIDE_PARTS`` at most: registers hold no more."""
+
+WIDE_GROUP, WIDE_PARTS = 16, 8
+
 _UNIT = 16
 """Strides are told in so many elements: what is read at once begins at a multiple of 16 bytes."""
 
@@ -77,10 +83,13 @@ def _attend(  # type: ignore[no-untyped-def]
     CAPPED: tl.constexpr,
     SLOPED: tl.constexpr,
     SINKS: tl.constexpr,
+    SHARES: tl.constexpr,
+    ONE_ROW: tl.constexpr,
 ):
     """Takes one token and a part of its keys (``IN_PARTS``), or a block of a chunk's tokens and all their keys."""
     item = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    share = tl.program_id(1)
+    kv_head = share // SHARES
     if IN_PARTS:
         table = item
         first_row = item
@@ -105,7 +114,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
     rows = tl.arange(0, ROWS)
     token = rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
+    head = share * GROUP + rows % GROUP
     used = token < num_tokens
     position = first + token
     dims = tl.arange(0, DIMS)
@@ -152,7 +161,10 @@ def _attend(  # type: ignore[no-untyped-def]
         weights = tl.exp2(scores - higher[:, None])
         shrunk = tl.exp2(most - higher)
         total = total * shrunk + tl.sum(weights, 1)
-        value = tl.load(values + offsets, mask=read, other=0.0)
+        if ONE_ROW:
+            value = key
+        else:
+            value = tl.load(values + offsets, mask=read, other=0.0)
         result = result * shrunk[:, None] + tl.dot(weights.to(value.dtype), value)
         most = higher
 
@@ -227,11 +239,15 @@ class Tiles:
     def of_rows(cls, group: int, head_dim: int) -> Tiles:
         """Gives those of single tokens: memory is the limit (measured best: 32 keys, 5 stages)."""
         rows = max(16, triton.next_power_of_2(group))
+        if head_dim > WIDE_HEAD:
+            return cls(rows, 32, 4, 2)
         return cls(rows, 32, min(8, max(2, rows // 16)), 5 if head_dim <= 128 else 3)
 
     @classmethod
     def of_chunks(cls, group: int, head_dim: int) -> Tiles:
         """Gives those of chunks: products are the limit, so large ones."""
+        if head_dim > WIDE_HEAD:
+            return cls(max(32, triton.next_power_of_2(group)), 32, 8, 2)
         rows = max(128, triton.next_power_of_2(group))
         return cls(rows, 64, 8, 3) if head_dim <= 128 else cls(rows, 32, 8, 3)
 
@@ -276,16 +292,29 @@ class PagedKernels:
     @property
     def block_tokens(self) -> int:
         """Tokens of a chunk that a program takes."""
-        group = self.heads // self.kv_heads
+        group, _ = self._group
         return Tiles.of_chunks(group, self.head_dim).rows // group
+
+    @property
+    def _group(self) -> tuple[int, int]:
+        """Heads of a group that a program takes, and programs that share the group's KV head."""
+        group = self.heads // self.kv_heads
+        if self.head_dim <= WIDE_HEAD or group <= WIDE_GROUP:
+            return group, 1
+        return WIDE_GROUP, group // WIDE_GROUP
+
+    @property
+    def most_parts(self) -> int:
+        """Parts that the keys of a row are cut into at most."""
+        return MOST_PARTS if self.head_dim <= WIDE_HEAD else WIDE_PARTS
 
     def num_parts(self, longest: int) -> int:
         """Counts the parts that a row of so many tokens is cut into at most."""
-        return max(1, min(MOST_PARTS, -(-longest // self.least_part)))
+        return max(1, min(self.most_parts, -(-longest // self.least_part)))
 
     def scratch(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Takes memory for what the parts of so many rows yield, and for the logarithms of their sums."""
-        shape = (rows, self.heads, MOST_PARTS)
+        shape = (rows, self.heads, self.most_parts)
         return (
             torch.empty(*shape, self.head_dim, dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
@@ -311,15 +340,15 @@ class PagedKernels:
             window: Tokens that a token attends to, itself included; None for all.
             sinks: ``[heads]``; None without.
         """
-        group = self.heads // self.kv_heads
+        group, shares = self._group
         in_parts = launch.most_parts > 0
         tiles = (Tiles.of_rows if in_parts else Tiles.of_chunks)(group, self.head_dim)
         parts, sums = scratch if in_parts else (out, out)
         dims = triton.next_power_of_2(self.head_dim)
         reach = window or 0
-        common = {"HEAD_DIM": self.head_dim, "DIMS": dims, "TILE": tiles.keys, "PARTS": MOST_PARTS}
+        common = {"HEAD_DIM": self.head_dim, "DIMS": dims, "TILE": tiles.keys, "PARTS": self.most_parts}
         flags = {"WINDOWED": window is not None, "SINKS": sinks is not None}
-        _attend[(len(launch.items), self.kv_heads, max(1, launch.most_parts))](
+        _attend[(len(launch.items), self.kv_heads * shares, max(1, launch.most_parts))](
             query,
             *pages,
             launch.tables,
@@ -342,6 +371,8 @@ class PagedKernels:
             IN_PARTS=in_parts,
             CAPPED=self.cap is not None,
             SLOPED=self.slopes is not None,
+            SHARES=shares,
+            ONE_ROW=pages[0].data_ptr() == pages[1].data_ptr(),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             **common,

@@ -21,25 +21,33 @@ from farsight.engine.attention.attention import (
     StepLayout,
 )
 from farsight.engine.attention.layout import StepSizes
-from farsight.engine.attention.paged_kernels import BASE_2, LEAST_PART, PagedKernels, PagedLaunch
+from farsight.engine.attention.paged_kernels import (
+    BASE_2,
+    LEAST_PART,
+    WIDE_GROUP,
+    WIDE_HEAD,
+    PagedKernels,
+    PagedLaunch,
+)
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.kv_pool import KVPool
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_HEAD_STEP, _WIDEST_HEAD, _LARGEST_GROUP = 16, 256, 128
+_HEAD_STEP, _WIDEST_ROW, _LARGEST_GROUP = 16, 1024, 128
 
 
 def triton_problem(config: DecoderConfig, pool: KVPool) -> str | None:
     """Tells why these kernels cannot run this model over this pool; None if they can."""
     if pool.dtype not in _DTYPES:
         return f"dtype {pool.dtype}: float16 and bfloat16 are supported"
-    if config.latent is not None:
-        return "latent attention is not supported"
-    if config.head_dim % _HEAD_STEP or config.head_dim > _WIDEST_HEAD:
-        return f"head_dim {config.head_dim}: multiples of {_HEAD_STEP} up to {_WIDEST_HEAD} are supported"
+    widest = WIDE_HEAD if config.latent is None else _WIDEST_ROW
+    if config.head_dim % _HEAD_STEP or config.head_dim > widest:
+        return f"head_dim {config.head_dim}: multiples of {_HEAD_STEP} up to {widest} are supported"
     group = config.num_attention_heads // config.num_key_value_heads
     if group > _LARGEST_GROUP:
         return f"{group} heads share a KV head: up to {_LARGEST_GROUP} are supported"
+    if config.head_dim > WIDE_HEAD and group > WIDE_GROUP and group % WIDE_GROUP:
+        return f"{group} heads share a row of {config.head_dim} values: multiples of {WIDE_GROUP} are supported"
     if pool.device.type != "cuda":
         return f"the pool is on {pool.device.type}: cuda is supported"
     return None

@@ -126,20 +126,6 @@ class DecoderConfig:
         return (self.rotary,) * self.num_hidden_layers if self.rotaries is None else self.rotaries
 
     @property
-    def plain(self) -> bool:
-        """Whether its layers have only blocks that every way of computing them has, in the order that they lie in."""
-        usual = Blocks(gated=self.blocks.gated, head_norm=self.blocks.head_norm)
-        return (
-            self.blocks == usual
-            and self.blocks.head_norm != "all"
-            and self.rotaries is None
-            and self.names.in_order
-            and not self.biases.head
-            and self.experts is None
-            and self.latent is None
-        )
-
-    @property
     def kv_rows(self) -> int:
         """Rows that the KV pool holds of a token, layer and KV head: key and value, or the latent that is both."""
         return 2 if self.latent is None else 1

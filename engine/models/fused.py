@@ -1,4 +1,4 @@
-"""The operations between matrix products and attention, one Triton kernel each: RMSNorm, rotary embedding, gated SiLU.
+"""The operations between matrix products and attention, one Triton kernel each: norms, rotary embedding, gated activation.
 
 A recorded decode step is a chain of hundreds of kernels, and each takes 2 microseconds or so however little it
 computes: at batch 1 torch's operations would cost a quarter of the time in which a 7B model's weights are read.
@@ -12,43 +12,102 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from farsight.engine.attention.attention import StepAttention, StepLayout
-from farsight.engine.checkpoint.model_config import DecoderConfig
-from farsight.engine.kv_pool import KVPool
-from farsight.engine.models.layers import DecoderLayers, linear
+from farsight.engine.checkpoint.families.record import ClampedGate
+from farsight.engine.checkpoint.layers import Norm
 
 _GATED_BLOCK = 1024
 """Columns that a program of ``gated`` computes."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_norm(hidden, delta, weight, normed, size, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    dtype = hidden.dtype.element_ty
+def _normed(
+    row, weight, bias, columns, inside, size, eps, dtype: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr
+):  # type: ignore[no-untyped-def]
+    """Normalises a row of float32, ``LAYER``-Norm or RMS, and rounds it where torch does."""
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if LAYER:
+        row = tl.where(inside, row - tl.sum(row) / size, 0.0)
+    scaled = row * tl.rsqrt(tl.sum(row * row) / size + eps)
+    if not LAYER:
+        scaled = scaled.to(dtype).to(tl.float32)
+    made = scaled * factors
+    if BIAS:
+        made += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return made.to(dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_norm(  # type: ignore[no-untyped-def]
+    hidden,
+    delta,
+    after,
+    after_bias,
+    weight,
+    bias,
+    normed,
+    size,
+    eps,
+    factor,
+    HAS_DELTA: tl.constexpr,
+    AFTER: tl.constexpr,
+    SCALED: tl.constexpr,
+    NORM: tl.constexpr,
+    LAYER: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    dtype: tl.constexpr = hidden.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     places = tl.program_id(0).to(tl.int64) * size + columns
     row = tl.load(hidden + places, mask=inside, other=0.0)
     if HAS_DELTA:
         more = tl.load(delta + places, mask=inside, other=0.0)
+        if AFTER:
+            more = _normed(more.to(tl.float32), after, after_bias, columns, inside, size, eps, dtype, LAYER, BIAS)
+        if SCALED:
+            more = (more.to(tl.float32) * factor).to(dtype)
         row = (row.to(tl.float32) + more.to(tl.float32)).to(dtype)
         tl.store(hidden + places, row, mask=inside)
-    wide = row.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide) / size + eps)
-    scaled = (wide * scale).to(dtype).to(tl.float32)
-    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + places, (scaled * factors).to(dtype), mask=inside)
+    if NORM:
+        made = _normed(row.to(tl.float32), weight, bias, columns, inside, size, eps, dtype, LAYER, BIAS)
+        tl.store(normed + places, made, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gated(up, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    dtype = up.dtype.element_ty
+def _gated(up, out, size, alpha, limit, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    dtype: tl.constexpr = up.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     gate = tl.load(up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
     factors = tl.load(up + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
-    activated = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, limit).to(dtype).to(tl.float32)
+        factors = tl.minimum(tl.maximum(factors, -limit), limit).to(dtype).to(tl.float32)
+        factors = (factors + 1).to(dtype).to(tl.float32)
+        steep = (gate * alpha).to(dtype).to(tl.float32)
+        activated = gate * (1 / (1 + tl.exp(-steep))).to(dtype).to(tl.float32)
+    elif ACTIVATION == "silu":
+        activated = gate / (1 + tl.exp(-gate))
+    elif ACTIVATION == "relu":
+        activated = tl.maximum(gate, 0.0)
+    elif ACTIVATION == "gelu":
+        activated = gate * 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+    else:  # gelu_tanh; tanh(x) is 1 - 2 / (exp(2 x) + 1)
+        twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        activated = gate * (1 - 1 / (tl.exp(twice) + 1))
+    activated = activated.to(dtype).to(tl.float32)
     tl.store(out + row * size + columns, (activated * factors).to(dtype), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _head_values(start, columns, inside, weight, scale, dtype: tl.constexpr, NORMED: tl.constexpr):  # type: ignore[no-untyped-def]
+    values = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        values = ((values * scale).to(dtype).to(tl.float32) * factors).to(dtype).to(tl.float32)
+    return values
 
 
 # Positions and slots are rows of one tensor: where they begin depends on the number of tokens.
@@ -56,6 +115,7 @@ def _gated(up, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 def _rotate_and_store(  # type: ignore[no-untyped-def]
     heads,
     value,
+    norms,
     cos,
     sin,
     positions,
@@ -64,149 +124,171 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     values,
     heads_stride,
     value_stride,
+    eps,
     NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    NORMED: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
     """Computes one head of one row: of the queries, then of the keys, then of the values."""
-    dtype = heads.dtype.element_ty
+    dtype: tl.constexpr = heads.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + row)
     columns = tl.arange(0, DIM_BLOCK)
+    whole = columns < HEAD_DIM
     if head >= NUM_HEADS + KV_HEADS:
         kv_head = head - NUM_HEADS - KV_HEADS
-        whole = columns < HEAD_DIM
         held = tl.load(value + row * value_stride + kv_head * HEAD_DIM + columns, mask=whole, other=0.0)
         tl.store(values + (slot * KV_HEADS + kv_head) * HEAD_DIM + columns, held, mask=whole)
     else:
-        half: tl.constexpr = ROTARY_DIM // 2
-        turned = tl.arange(0, HALF_BLOCK)
-        inside = turned < half
+        is_key = head >= NUM_HEADS
         start = heads + row * heads_stride + head * HEAD_DIM
-        angle = tl.load(positions + row) * ROTARY_DIM + turned
-        first = tl.load(start + turned, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(start + half + turned, mask=inside, other=0.0).to(tl.float32)
-        # The sines of the first half carry the minus sign.
-        first_cos = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        first_sin = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        second_cos = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)
-        second_sin = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)
-        new_first = ((first * first_cos).to(dtype).to(tl.float32) + second * first_sin).to(dtype)
-        new_second = ((second * second_cos).to(dtype).to(tl.float32) + first * second_sin).to(dtype)
-        tl.store(start + turned, new_first, mask=inside)
-        tl.store(start + half + turned, new_second, mask=inside)
-        if head >= NUM_HEADS:
-            target = keys + (slot * KV_HEADS + head - NUM_HEADS) * HEAD_DIM
-            tl.store(target + turned, new_first, mask=inside)
-            tl.store(target + half + turned, new_second, mask=inside)
-            if ROTARY_DIM < HEAD_DIM:
-                rest = (columns >= ROTARY_DIM) & (columns < HEAD_DIM)
-                tl.store(target + columns, tl.load(start + columns, mask=rest, other=0.0), mask=rest)
+        target = keys + (slot * KV_HEADS + head - NUM_HEADS) * HEAD_DIM
+        weight = norms + is_key.to(tl.int32) * HEAD_DIM
+        scale = 1.0
+        if NORMED:
+            all_values = tl.load(start + columns, mask=whole, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(all_values * all_values) / HEAD_DIM + eps)
+        half: tl.constexpr = ROTARY_DIM // 2
+        if ROTARY_DIM < HEAD_DIM:
+            rest = (columns >= ROTARY_DIM) & whole
+            kept = _head_values(start, columns, rest, weight, scale, dtype, NORMED).to(dtype)
+        if ROTARY_DIM > 0:
+            turned = tl.arange(0, HALF_BLOCK)
+            inside = turned < half
+            angle = tl.load(positions + row) * ROTARY_DIM + turned
+            first = _head_values(start, turned, inside, weight, scale, dtype, NORMED)
+            second = _head_values(start, half + turned, inside, weight, scale, dtype, NORMED)
+            # The sines of the first half carry the minus sign.
+            first_cos = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+            first_sin = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+            second_cos = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)
+            second_sin = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)
+            new_first = ((first * first_cos).to(dtype).to(tl.float32) + second * first_sin).to(dtype)
+            new_second = ((second * second_cos).to(dtype).to(tl.float32) + first * second_sin).to(dtype)
+            tl.store(start + turned, new_first, mask=inside)
+            tl.store(start + half + turned, new_second, mask=inside)
+            if is_key:
+                tl.store(target + turned, new_first, mask=inside)
+                tl.store(target + half + turned, new_second, mask=inside)
+        if ROTARY_DIM < HEAD_DIM:
+            if NORMED:
+                tl.store(start + columns, kept, mask=rest)
+            if is_key:
+                tl.store(target + columns, kept, mask=rest)
 
 
-def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Returns RMSNorm of ``hidden + delta``, to which ``hidden`` is changed.
+def add_norm(
+    hidden: Tensor,
+    delta: Tensor | None,
+    norm: Norm | None,
+    eps: float,
+    *,
+    after: Norm | None = None,
+    factor: float = 1.0,
+    layer: bool = False,
+) -> Tensor:
+    """Returns a norm of ``hidden + factor * delta``, to which ``hidden`` is changed.
 
     Args:
         hidden: ``[T, hidden]``, contiguous; ``delta`` is the same, None for nothing.
-        weight: ``[hidden]``.
+        norm: None for ``hidden`` itself.
+        after: A norm of ``delta``; None for ``delta`` itself.
+        layer: Whether the norms are LayerNorms; otherwise RMSNorms.
     """
+    if delta is None and norm is None:
+        return hidden
     rows, size = hidden.shape
     block = triton.next_power_of_2(size)
-    normed = torch.empty_like(hidden)
+    normed = hidden if norm is None else torch.empty_like(hidden)
+    own, behind = norm or Norm(hidden, None), after or Norm(hidden, None)
+    has_bias = own.bias is not None or behind.bias is not None
     _add_norm[(rows,)](
         hidden,
         hidden if delta is None else delta,
-        weight,
+        behind.weight,
+        hidden if behind.bias is None else behind.bias,
+        own.weight,
+        hidden if own.bias is None else own.bias,
         normed,
         size,
         eps,
+        factor,
         HAS_DELTA=delta is not None,
+        AFTER=after is not None,
+        SCALED=factor != 1,
+        NORM=norm is not None,
+        LAYER=layer,
+        BIAS=has_bias,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )
     return normed
 
 
-def gated(up: Tensor) -> Tensor:
-    """Computes ``silu(gate) * up`` of ``[T, 2 * size]``, contiguous, of which the first half is the gate."""
+def gated(up: Tensor, activation: str = "silu", clamp: ClampedGate | None = None) -> Tensor:
+    """Computes ``activation(gate) * up`` of ``[T, 2 * size]``, contiguous, of which the first half is the gate.
+
+    Args:
+        activation: As of ``DecoderConfig``.
+        clamp: Takes its place, if there is one.
+    """
     rows, size = len(up), up.shape[1] // 2
     out = up.new_empty(rows, size)
-    _gated[(rows, triton.cdiv(size, _GATED_BLOCK))](up, out, size, BLOCK=_GATED_BLOCK)
+    alpha, limit = (0.0, 0.0) if clamp is None else (clamp.alpha, clamp.limit)
+    kind = activation if clamp is None else "clamped"
+    grid = rows, triton.cdiv(size, _GATED_BLOCK)
+    _gated[grid](up, out, size, float(alpha), float(limit), ACTIVATION=kind, BLOCK=_GATED_BLOCK)
     return out
 
 
 def rotate_and_store(
     heads: Tensor,
-    value: Tensor,
-    rotation: tuple[Tensor, Tensor],
+    value: Tensor | None,
+    rotation: tuple[Tensor, Tensor] | None,
     positions: Tensor,
     slot_ids: Tensor,
     pages: tuple[Tensor, Tensor],
+    norms: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """Turns queries and keys by the rotary embedding, in place; writes keys and values into the pool as well.
 
     Args:
         heads: ``[T, heads + kv_heads, head_dim]``; the heads of a row lie one behind the other.
-        value: ``[T, kv_heads, head_dim]``, likewise.
-        rotation: Cosines and sines of all positions, ``[max_len, 1, rotary_dim]``, as of ``DecoderLayers``.
+        value: ``[T, kv_heads, head_dim]``, likewise; None where the keys are the values.
+        rotation: Cosines and sines of all positions, ``[max_len, 1, rotary_dim]``, as of ``DecoderLayers``; None: nothing
+            is turned.
         positions: int64 ``[T]``; ``slot_ids`` too, where in the pool a row's key and value go.
         pages: Keys and values of a layer of the pool, each ``[slots, kv_heads, head_dim]``.
+        norms: Weights of the RMSNorm of each head before it is turned, ``[2, head_dim]``: of queries, then of keys.
     """
-    cos, sin = rotation
-    rows, kv_heads, head_dim = value.shape
-    rotary_dim = cos.shape[-1]
-    _rotate_and_store[(rows, heads.shape[1] + kv_heads)](
+    rows, num_all, head_dim = heads.shape
+    kv_heads = pages[0].shape[1]
+    cos, sin = (heads, heads) if rotation is None else rotation
+    rotary_dim = 0 if rotation is None else cos.shape[-1]
+    _rotate_and_store[(rows, num_all + (0 if value is None else kv_heads))](
         heads,
-        value,
+        heads if value is None else value,
+        heads if norms is None else norms,
         cos,
         sin,
         positions,
         slot_ids,
         *pages,
         heads.stride(0),
-        value.stride(0),
-        NUM_HEADS=heads.shape[1] - kv_heads,
+        heads.stride(0) if value is None else value.stride(0),
+        eps,
+        NUM_HEADS=num_all - kv_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         ROTARY_DIM=rotary_dim,
+        NORMED=norms is not None,
         DIM_BLOCK=triton.next_power_of_2(head_dim),
-        HALF_BLOCK=triton.next_power_of_2(rotary_dim // 2),
+        HALF_BLOCK=triton.next_power_of_2(max(2, rotary_dim) // 2),
         num_warps=1,
     )
-
-
-def can_fuse(config: DecoderConfig) -> bool:
-    """Returns whether there are kernels for such layers."""
-    return config.norm == "rms" and config.activation == "silu" and config.rotary is not None and config.plain
-
-
-class FusedLayers(DecoderLayers):
-    """The same numbers as ``DecoderLayers``, for models that ``can_fuse`` accepts."""
-
-    def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
-        assert self._tables is not None, "rotary"
-        eps, delta = self.config.norm_eps, None
-        tables, positions = self._tables, layout.positions
-        if layout.given is not None and layout.given.positions is not None:
-            rotation = self._rotation(layout)
-            assert rotation is not None, "rotary"
-            tables, positions = rotation, torch.arange(len(positions), device=positions.device)
-        for i, layer in enumerate(self._layers):
-            assert layer.input_norm is not None and layer.post_norm is not None, "plain"
-            assert layer.up is not None and layer.down is not None, "plain"
-            normed = add_norm(hidden, delta, layer.input_norm.weight, eps)
-            heads, value = self._split(linear(normed, layer.qkv), layer)
-            pages = pool.keys[i], pool.values[i]
-            rotate_and_store(heads, value, tables, positions, layout.slot_ids, pages)
-            num_heads = self.config.num_attention_heads
-            attended = attention.attend(i, heads[:, :num_heads], heads[:, num_heads:], value)
-            normed = add_norm(hidden, self._add_up(linear(attended, layer.out)), layer.post_norm.weight, eps)
-            delta = self._add_up(linear(gated(linear(normed, layer.up)), layer.down))
-        if delta is not None:
-            hidden += delta
-        return hidden

@@ -92,23 +92,18 @@ def mix(
     weights: ExpertWeights,
     normed: Tensor,
     shared: Tensor | None,
-    mlp: Callable[[Matrix, Matrix, Tensor], Tensor],
+    of_experts: Callable[[ExpertWeights, Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Returns what the experts that are here add to the residual stream, ``[T, hidden]``.
 
     Args:
         normed: Input of the router and of the experts, ``[T, hidden]``.
         shared: What the experts that every token takes make of it; None without.
-        mlp: Computes one expert.
+        of_experts: Computes what the chosen ones make of it, by what ``route`` returns.
     """
     logits = linear(normed, weights.router).float()
     chosen, factors = route(experts, logits[:, : experts.count], weights.correction)
-    mixed = torch.zeros_like(normed)
-    for expert in sorted(set(chosen.flatten().tolist()).intersection(weights.here)):
-        rows, place = (chosen == expert).nonzero(as_tuple=True)
-        here = expert - weights.first
-        part = mlp(weights.up[here], weights.down[here], normed[rows])
-        mixed.index_add_(0, rows, part * factors[rows, place, None].to(part.dtype))
+    mixed = of_experts(weights, normed, chosen, factors)
     if shared is None:
         return mixed
     if experts.shared_gate:
@@ -162,6 +157,11 @@ class DecoderLayers:
         if config.rotaries is not None:
             tables = {rotary: _tables(rotary, max_len, like) for rotary in set(config.rotaries)}
             self._layer_tables = [tables[rotary] for rotary in config.rotaries]
+
+    @property
+    def recordable(self) -> bool:
+        """Whether the work of a step depends on its size alone; here the host asks which experts compute."""
+        return self.config.experts is None
 
     def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
         """Returns ``hidden`` (``[T, hidden]``, overwritten) behind the last of the layers."""
@@ -251,18 +251,31 @@ class DecoderLayers:
             assert shared is not None, "a layer has an MLP or experts"
             return shared
         assert self.config.experts is not None, "weights are of the configuration"
-        return mix(self.config.experts, layer.experts, normed, shared, self._one_mlp)
+        return mix(self.config.experts, layer.experts, normed, shared, self._of_experts)
+
+    def _of_experts(self, weights: ExpertWeights, normed: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+        mixed = torch.zeros_like(normed)
+        for expert in sorted(set(chosen.flatten().tolist()).intersection(weights.here)):
+            rows, place = (chosen == expert).nonzero(as_tuple=True)
+            here = expert - weights.first
+            part = self._one_mlp(weights.up[here], weights.down[here], normed[rows])
+            mixed.index_add_(0, rows, part * factors[rows, place, None].to(part.dtype))
+        return mixed
 
     def _one_mlp(self, first: Matrix, second: Matrix, normed: Tensor) -> Tensor:
-        up, act = linear(normed, first), ACTIVATION_FUNCTIONS[self.config.activation]
+        return linear(self._activated(linear(normed, first)), second)
+
+    def _activated(self, up: Tensor) -> Tensor:
+        """Returns the input of an MLP's second matrix, of what the first one makes, which may be overwritten."""
+        act = ACTIVATION_FUNCTIONS[self.config.activation]
         if not self.config.blocks.gated:
-            return linear(act(up), second)
+            return act(up)
         gate, up = up.chunk(2, -1)
         clamp = self.config.blocks.clamp
         if clamp is not None:
             gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-            return linear((up + 1) * (gate * torch.sigmoid(gate * clamp.alpha)), second)
-        return linear(act(gate).mul_(up), second)
+            return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
+        return act(gate).mul_(up)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -33,6 +33,11 @@ class DecoderModel:
         self.weights = weights
         self._layers = make_layers(config, weights.layers, max_len, weights.embedding, compiled=compiled)
 
+    @property
+    def recordable(self) -> bool:
+        """Whether the work of a step depends on its size alone."""
+        return self._layers.recordable
+
     def cut_off_at(self, instant_s: float) -> None:
         """Sets the instant of ``time.monotonic`` after which no further layer begins: ``IterationCutOff`` is raised."""
         self._layers.cut_off_at_s = instant_s
@@ -114,11 +119,7 @@ def make_layers(
 ) -> DecoderLayers:
     """Makes the layers of a whole model, in the fastest way for the device of ``like``; see ``DecoderLayers``."""
     if like.device.type == "cuda" and not compiled:
-        from farsight.engine.models.fused import (  # needs Triton, which torch brings where it has CUDA
-            FusedLayers,
-            can_fuse,
-        )
+        from farsight.engine.models.fused_layers import FusedLayers  # needs Triton, which torch for CUDA brings
 
-        if can_fuse(config):
-            return FusedLayers(config, layers, max_len, like)
+        return FusedLayers(config, layers, max_len, like)
     return DecoderLayers(config, layers, max_len, like, compiled=compiled)

@@ -22,7 +22,7 @@ from farsight.engine.kv_pool import KVPool
 from farsight.engine.models.model import DecoderModel
 from farsight.engine.sampling.device_draws import Draws
 from farsight.engine.sampling.sampler import likeliest
-from farsight.engine.steps.recording import Capture, Recordings, can_record
+from farsight.engine.steps.recording import Capture, Recordings
 from farsight.kvcache import StepItem
 
 logger = logging.getLogger(__name__)
@@ -149,14 +149,14 @@ class DecodeGraphs:
         max_rows, vocab_size = sizes.rows[-1], model.config.vocab_size
         self._logits = torch.empty(max_rows, vocab_size, dtype=torch.float32, device=pool.device)
         self._steps: Recordings[DecodeSize, StaticInputs] = Recordings(capture)
-        if can_record(model):
+        if model.recordable:
             began_at = time.monotonic()
             widths, rows = sizes.widths, sizes.rows
             wanted = [DecodeSize(num_rows, width) for width in reversed(widths) for num_rows in reversed(rows)]
             self._steps.record(wanted, self._prepare)
             logger.info("%d steps that decode recorded in %.1f s", len(self._steps), time.monotonic() - began_at)
         else:  # which experts compute depends on the tokens, and the host asks which
-            logger.info("a model with experts: steps are not recorded")
+            logger.info("a model with quantised experts: steps are not recorded")
 
     def _prepare(self, size: DecodeSize) -> tuple[StaticInputs, Callable[[], None]]:
         """Returns the inputs of a size, and the work to record."""

@@ -21,7 +21,7 @@ from farsight.engine.attention.layout import StepSizes, check_row_tokens, find_o
 from farsight.engine.cuda import Mirrored
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.models.model import DecoderModel
-from farsight.engine.steps.recording import Capture, Recordings, can_record
+from farsight.engine.steps.recording import Capture, Recordings
 from farsight.kvcache import StepItem
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class MixedGraphs:
         self._sizes = sizes
         self._widths = sorted({min(NARROW, sizes.widths[-1]), sizes.widths[-1]})
         self._steps: Recordings[MixedSize, MixedInputs] = Recordings(capture)
-        if not sizes.tokens or pool.spare_slot is None or not can_record(model):
+        if not sizes.tokens or pool.spare_slot is None or not model.recordable:
             return
         if not isinstance(attention, RecordingAttention):
             logger.info(

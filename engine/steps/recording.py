@@ -8,8 +8,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from farsight.engine.models.model import DecoderModel
-
 logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], object]], Callable[[], None]]
@@ -18,11 +16,6 @@ holds kernels and addresses only, so its owner keeps the work, and with it the m
 
 Size = TypeVar("Size")
 Inputs = TypeVar("Inputs")
-
-
-def can_record(model: DecoderModel) -> bool:
-    """Returns whether the work of a step depends on its size alone."""
-    return model.config.experts is None
 
 
 class Recorded(NamedTuple, Generic[Inputs]):

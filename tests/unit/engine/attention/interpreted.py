@@ -48,7 +48,7 @@ from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.weights import LayerWeights, load_weights
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.models import model
-from farsight.engine.models.fused import FusedLayers
+from farsight.engine.models.fused_layers import FusedLayers
 from farsight.engine.parallel import stage
 from farsight.engine.parallel.device import load_parallel_device
 from farsight.engine.parallel.follower import follow

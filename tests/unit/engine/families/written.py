@@ -16,8 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.unit.engine.small_models import byte_level_tokenizer
-
 Tensors = dict[str, Tensor]
 
 HIDDEN, HEADS, HEAD_DIM, INNER, LAYERS = 64, 4, 16, 112, 2
@@ -52,6 +50,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
 
 def save_written(out: Path, name: str) -> Tensors:
     """Writes a checkpoint of random weights with the names that published ones have; gives its tensors."""
+    from tests.unit.engine.small_models import byte_level_tokenizer  # it brings transformers, which takes seconds
+
     tokenizer = byte_level_tokenizer()
     vocab = tokenizer.get_vocab_size()
     field = "padded_vocab_size" if name == "chatglm" else "vocab_size"

@@ -13,9 +13,10 @@ from benchmarks.common.gpu_models import model_config, random_weights
 from farsight.core.request import Request, SamplingParams
 from farsight.engine.attention.layout import build_layout, order_items
 from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.checkpoint.layers import Norm
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.models import fused
-from farsight.engine.models.fused import FusedLayers, can_fuse
+from farsight.engine.models.fused_layers import FusedLayers
 from farsight.engine.models.layers import DecoderLayers
 from farsight.engine.models.model import embed
 from farsight.engine.sequence import Sequence
@@ -32,7 +33,7 @@ def test_add_norm(size: int, dtype: torch.dtype) -> None:
     weight = torch.randn(size).to(dtype)
     for more in (delta, None):
         changed = hidden.clone()
-        found = fused.add_norm(changed, more, weight, 1e-5)
+        found = fused.add_norm(changed, more, Norm(weight, None), 1e-5)
         total = hidden if more is None else hidden + more
         assert torch.equal(changed, total)
         expected = torch.nn.functional.rms_norm(total, (size,), None, 1e-5) * weight
@@ -65,7 +66,6 @@ def test_layers(changes: dict[str, object], tmp_path: Path) -> None:
         "num_attention_heads": 4,
     }
     config = model_config("tiny", tmp_path, **(shape | {"num_key_value_heads": 2, "head_dim": 16} | changes))
-    assert can_fuse(config)
     weights = random_weights(config, torch.float16, "cpu")
     rng = random.Random(0)
     items = [StepItem("a", 0, 7, True, [3]), StepItem("b", 17, 1, True, [1, 4]), StepItem("c", 2, 1, True, [0])]
