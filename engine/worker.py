@@ -313,6 +313,9 @@ class Worker:
             for i, rows in tokens.pooled.items():  # of prompts that go on; none where steps overlap
                 sequence = self._sequences[batch.items[i].request_id]
                 sequence.pooled = rows.plus(sequence.pooled)
+            for i, state in tokens.states.items():
+                if (shown := emissions.get(batch.items[i].request_id)) is not None:
+                    shown.state = state
         emissions |= failed
         if self.speculation is not None:
             self.speculation.observe(batch, further, duration_s)
@@ -401,6 +404,7 @@ class Worker:
             logprobs=emission.logprobs,
             gpu_s=0.0 if end is None else sequence.gpu_s,
             vector=emission.vector,
+            state=emission.state,
         )
         return Output(sequence.request.ingress_id, delta)
 

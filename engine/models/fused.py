@@ -191,12 +191,14 @@ class FusedLayers(DecoderLayers):
     def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
         assert self._tables is not None, "rotary"
         eps, delta = self.config.norm_eps, None
+        self.middle = None
         tables, positions = self._tables, layout.positions
         if layout.given is not None and layout.given.positions is not None:
             rotation = self._rotation(layout)
             assert rotation is not None, "rotary"
             tables, positions = rotation, torch.arange(len(positions), device=positions.device)
         for i, layer in enumerate(self._layers):
+            self._keep_middle(i, hidden, delta)
             assert layer.input_norm is not None and layer.post_norm is not None, "plain"
             assert layer.up is not None and layer.down is not None, "plain"
             normed = add_norm(hidden, delta, layer.input_norm.weight, eps)

@@ -48,11 +48,13 @@ class StepLogits(NamedTuple):
         logits: float32 ``[R, vocab]``.
         best: The likeliest token of each row (``likeliest``), where the step has computed it.
         hidden: Their hidden states behind the last norm, float32 ``[R, hidden]``, where they were asked for.
+        middle: The same behind half of the layers.
     """
 
     logits: Tensor
     best: list[int] | None
     hidden: Tensor | None = None
+    middle: Tensor | None = None
 
 
 def likeliest(scores: Tensor) -> Tensor:
