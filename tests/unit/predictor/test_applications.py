@@ -207,7 +207,7 @@ def test_words_are_kept_as_numbers_under_the_secret_and_the_tenant() -> None:
     assert not set(known) & set(grams("Tell me of Ada", secret=bytes(SECRET_BYTES)))
     long = "word" + " other" * 5000
     assert len(grams(f"{long} end")) < NUM_GRAMS and grams(f"{long} end") != grams(f"{long} last")
-    assert len(grams(" ".join(map(str, range(500))))) == NUM_GRAMS
+    assert 80 < len(grams(" ".join(map(str, range(500))))) <= NUM_GRAMS
     assert grams("\ud800") == grams("\ud800"), "half a surrogate pair, which JSON can hold"
 
 
