@@ -32,8 +32,8 @@ def ended(num: int, dim: int, signal: float, seed: int = 0) -> list[tuple[StateQ
 
 def learned(examples: list[tuple[StateQuestion, int]], dim: int) -> StateRegression:
     regression = StateRegression(dim)
-    for begin in range(0, len(examples), 8):
-        regression.learn(examples[begin : begin + 8])
+    for begin in range(0, len(examples), 20 if dim < MAX_DIM else 80):  # each solves, which takes the wide one 30 ms
+        regression.learn(examples[begin : begin + 20 if dim < MAX_DIM else begin + 80])
     return regression
 
 
