@@ -166,7 +166,7 @@ LEAST_TAU = {200: (0.38, 0.45), 2000: (0.43, 0.50)}
 
 
 def learned_rows(data: Path, parts: Sequence[str], natural: Path | None) -> Iterator[Row]:
-    """What a server learns from its own requests."""
+    """Scores what a server learns from its own requests."""
     if "clients" in parts:
         for name, least in LEAST_PAIRS.items():
             yield from learned_forecasts.clients(data / f"{name}.csv.gz", least)

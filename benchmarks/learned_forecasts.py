@@ -57,9 +57,7 @@ def fitted(seen: Sequence[Ended]) -> TextPredictor:
     if len(seen) >= FIRST_FIT:
         newest = seen[-MAX_EXAMPLES:]
         rows = TextPredictor(artefact, None, history).forecast_with_features([each.question for each in newest])[1]
-        samples = [
-            Sample(row, each.output_len) for row, each in zip(rows, newest, strict=True) if row is not None
-        ]
+        samples = [Sample(row, each.output_len) for row, each in zip(rows, newest, strict=True) if row is not None]
         artefact = from_bytes(retrain(retraining(artefact, samples)))
     return TextPredictor(artefact, None, history)
 
@@ -74,7 +72,7 @@ def ordered_pairs(scores: Sequence[float], lens: Sequence[int]) -> float:
 
 
 def clients(file: Path, least: float, num_blocks: int = 4) -> Iterator[Row]:
-    """A trace whose clients are visible and whose texts are not; each block is forecast by what ended before it."""
+    """Forecasts a trace whose clients are visible and whose texts are not, each block by what ended before it."""
     with gzip.open(file, "rt") as lines:
         next(lines)
         fields = [line.split(",") for line in lines]
@@ -95,7 +93,7 @@ def clients(file: Path, least: float, num_blocks: int = 4) -> Iterator[Row]:
 
 
 def natural(file: Path, least: dict[int, tuple[float, float]]) -> Iterator[Row]:
-    """Recorded requests with natural ends.
+    """Scores forecasts of recorded requests with natural ends.
 
     Args:
         least: By number of requests learned from: the least tau without and with hidden states.
@@ -157,7 +155,9 @@ def _learned(ended: Sequence[Ended], num: int) -> dict[str, Scored]:
     if regression is not None:
         asked = [_prefilled(each, before) for each, before in zip(test, made, strict=True)]
         began = time.process_time()
-        by_state = [each for at in range(0, len(asked), _BATCH) for each in regression.forecast(asked[at : at + _BATCH])]
+        by_state = [
+            each for at in range(0, len(asked), _BATCH) for each in regression.forecast(asked[at : at + _BATCH])
+        ]
         each_ms = (time.process_time() - began) / len(asked) * 1e3
         found["states"] = _scored(by_state, test, marginal, each_ms)
     return found
@@ -177,9 +177,7 @@ def _forecasts(predictor: TextPredictor, asked: Sequence[Ended]) -> tuple[list[F
     return made, (time.process_time() - began) / len(made) * 1e3
 
 
-def _scored(
-    made: Sequence[Forecast], test: Sequence[Ended], marginal: NDArray[np.float64], each_ms: float
-) -> Scored:
+def _scored(made: Sequence[Forecast], test: Sequence[Ended], marginal: NDArray[np.float64], each_ms: float) -> Scored:
     lens = np.array([each.output_len for each in test], np.float64)
     own = np.mean([crps(forecast_points(each), length) for each, length in zip(made, lens, strict=True)])
     usual = np.mean([crps(marginal, length) for length in lens])

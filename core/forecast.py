@@ -53,6 +53,10 @@ class CallForm:
     has_schema: bool = False
 
 
+NO_CALL = CallForm()
+"""Nothing is known of the call."""
+
+
 @dataclass(frozen=True, slots=True)
 class ForecastQuestion:
     """What is known of a request before it runs.
@@ -76,7 +80,7 @@ class ForecastQuestion:
     max_new_tokens: int
     tenant: str = ""
     image_tokens: tuple[int, ...] = ()
-    call: CallForm = CallForm()
+    call: CallForm = NO_CALL
 
     @property
     def rest_len(self) -> int:

@@ -293,7 +293,7 @@ class Worker:
         emissions = {}
         failed = self._take_failures(batch, tokens)
         sequences = self._sequences
-        verified = tokens.further if isinstance(tokens, LoggedTokens) else {}
+        verified, states = (tokens.further, tokens.states) if isinstance(tokens, LoggedTokens) else ({}, {})
         further: dict[str, int] = {}
         for i, (item, token) in enumerate(zip(batch.items, tokens, strict=True)):
             if token is None or not self.executor.counts(batch, item.request_id):
@@ -304,6 +304,7 @@ class Worker:
             else:
                 emission, ends = self._append(sequence, (token, *verified.get(i, ())))
             emissions[item.request_id] = emission
+            emission.state = states.get(i, b"")
             if len(emission.token_ids) > 1:
                 further[item.request_id] = len(emission.token_ids) - 1
             if ends:
@@ -313,9 +314,6 @@ class Worker:
             for i, rows in tokens.pooled.items():  # of prompts that go on; none where steps overlap
                 sequence = self._sequences[batch.items[i].request_id]
                 sequence.pooled = rows.plus(sequence.pooled)
-            for i, state in tokens.states.items():
-                if (shown := emissions.get(batch.items[i].request_id)) is not None:
-                    shown.state = state
         emissions |= failed
         if self.speculation is not None:
             self.speculation.observe(batch, further, duration_s)

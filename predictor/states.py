@@ -180,10 +180,8 @@ class StateRegression:
         width = len(made._sums)
         if arrays["products"].shape != (width, width) or not all(np.isfinite(each).all() for each in arrays.values()):
             raise ValueError("a regression whose arrays fit together")
-        made._products, made._sums, made._with_target = (
-            arrays[name].reshape(shape)
-            for name, shape in (("products", (width, width)), ("sums", (width,)), ("with_target", (width,)))
-        )
+        made._products = arrays["products"]
+        made._sums, made._with_target = arrays["sums"].reshape(width), arrays["with_target"].reshape(width)
         made._count, made._target_sum = map(float, arrays["totals"])
         made._weights = arrays["weights"].reshape(width + 1) if len(arrays["weights"]) else None
         made._num_seen, made._solved_at = int(metadata["num_examples"]), int(metadata["solved_at"])

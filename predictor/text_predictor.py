@@ -8,8 +8,8 @@ import numpy as np
 
 from farsight.core.errors import InvalidValueError
 from farsight.core.forecast import QUANTILES, Forecast, ForecastQuestion
-from farsight.predictor.applications.reading import SECRET, ApplicationReader
 from farsight.predictor.applications.reading import MODEL as APPLICATIONS
+from farsight.predictor.applications.reading import SECRET, ApplicationReader
 from farsight.predictor.artefact import ArtefactError, TrainedModel
 from farsight.predictor.encoders import Encoder, Scorer
 from farsight.predictor.features import IMAGES, FeatureShape, Floats

@@ -52,7 +52,7 @@ class DecoderModel:
     def rows_and_middle(
         self, layout: StepLayout, pool: KVPool, attention: StepAttention, *, keeps_middle: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns ``rows``, and the same rows behind half of the layers, float32 ``[R, hidden]``, if they are wanted."""
+        """Returns ``rows``, and the same rows behind half of the layers if they are wanted, float32 ``[R, hidden]``."""
         weights = self.weights
         hidden = embed(layout, weights.embedding, weights.positions, self.config, weights.embedding_norm)
         if layout.given is not None:

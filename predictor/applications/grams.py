@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from farsight.core.forecast import ForecastQuestion
 from farsight.predictor.features import Floats

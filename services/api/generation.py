@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from farsight.core.forecast import CallForm
+from farsight.core.forecast import NO_CALL, CallForm
 from farsight.core.images import ImageFile
 from farsight.core.messages.tokens import TokenDelta, TokenLogprobs
 from farsight.core.request import Origin, PromptSource, Request, SamplingParams
@@ -34,7 +34,7 @@ class PromptText:
     instruction: str
     user_input: str
     source: PromptSource | None = None
-    call: CallForm = CallForm()
+    call: CallForm = NO_CALL
 
     def sent_by(self, name: str) -> PromptText:
         """Returns the same text with a client that also goes by this name: its API key, or its ``user``."""

@@ -201,7 +201,7 @@ def test_words_are_kept_as_numbers_under_the_secret_and_the_tenant() -> None:
         return [each for each in row if each != NO_GRAM]
 
     known = grams("Tell me of Ada")
-    assert grams("tell ME of Ada") == known and len(known) == len("^ ^^ ^^^ $ say tell me of ada 12 23 34".split())
+    assert grams("tell ME of Ada") == known and len(known) == 4 + 1 + 4 + 3, "openings, instruction, words, pairs"
     assert all(each == int(each) and 0 <= each < 1 << GRAM_BITS for each in known)
     assert not set(known) & set(grams("Tell me of Ada", "other"))
     assert not set(known) & set(grams("Tell me of Ada", secret=bytes(SECRET_BYTES)))
