@@ -1,12 +1,15 @@
 """Forecasts of output lengths on real texts: ``python -m benchmarks.forecasts [--json] [--data DIR]``.
 
-Every fifth request, by a hash of its texts, is held out. Lengths are tokens of the embedded model.
+Every fifth request, by a hash of its texts, is held out. Lengths are tokens of the embedded model. ``--parts clients``
+forecasts traces by their clients, and ``--parts natural --natural FILE`` recorded answers of a real model, as a server
+learns it from its own requests (``benchmarks.learned_forecasts``).
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -18,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import learned_forecasts
 from benchmarks.decisions.row import Row
 from farsight.core.forecast import Example, Forecast
 from farsight.engine.encoders.text_encoder import TextEncoder
@@ -154,8 +158,24 @@ def read_split(file: Path) -> Split:
     return Split(*examples, *tasks)
 
 
+LEAST_PAIRS = {"servegen_m_large": 0.83, "servegen_m_small": 0.83, "servegen_r1": 0.64}
+"""Traces, and the least share of pairs that are to be in order."""
+
+LEAST_TAU = {200: (0.38, 0.45), 2000: (0.43, 0.50)}
+"""Least tau after so many requests, without and with hidden states."""
+
+
+def learned_rows(data: Path, parts: Sequence[str], natural: Path | None) -> Iterator[Row]:
+    """Scores what a server learns from its own requests."""
+    if "clients" in parts:
+        for name, least in LEAST_PAIRS.items():
+            yield from learned_forecasts.clients(data / f"{name}.csv.gz", least)
+    if "natural" in parts and natural is not None:
+        yield from learned_forecasts.natural(natural, LEAST_TAU)
+
+
 def rows(data: Path, cache: Path, encoder: str, device: str) -> Iterator[Row]:
-    """All of it; minutes, most of them the encoder's."""
+    """All that is trained on texts; minutes, most of them the encoder's."""
     for name, least_tau in (("apps_text", 0.7), ("alpaca", 0.4)):
         split = read_split(data / f"{name}.jsonl.gz")
         file = cache / f"{name}.{encoder.replace('/', '_')}.npz"
@@ -189,10 +209,14 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keeps what the encoder has computed")
     parser.add_argument("--encoder", default=MINILM, help="as of farsight train (default: minilm)")
     parser.add_argument("--device", default="auto", help="of the encoder")
+    parts = ("texts", "clients", "natural")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="of the benchmark (default: all)")
+    parser.add_argument("--natural", type=Path, metavar="FILE", help="that benchmarks.natural_lengths has written")
     args = parser.parse_args()
     off = False
     with tempfile.TemporaryDirectory() as scratch:
-        for row in rows(args.data, args.cache or Path(scratch), args.encoder, args.device):
+        texts = rows(args.data, args.cache or Path(scratch), args.encoder, args.device) if "texts" in args.parts else ()
+        for row in itertools.chain(learned_rows(args.data, args.parts, args.natural), texts):
             off |= row.verdict == "off"
             sign = ">=" if row.higher_is_better else "<="
             text = f"{row.claim}: {row.measured:.3f} {row.unit}, target {sign} {row.target:g} ({row.verdict})"

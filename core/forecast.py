@@ -37,6 +37,27 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
+class CallForm:
+    """Who calls, and how: the client tells more about the length of an answer than what is asked.
+
+    Attributes:
+        client: Names the client by a hash of its API key and of the ``user`` that it sends; empty without either.
+        streams: Whether it reads a stream.
+        has_tools: Whether it offers tools.
+        has_schema: Whether the output must follow a grammar.
+    """
+
+    client: str = ""
+    streams: bool = False
+    has_tools: bool = False
+    has_schema: bool = False
+
+
+NO_CALL = CallForm()
+"""Nothing is known of the call."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForecastQuestion:
     """What is known of a request before it runs.
 
@@ -48,6 +69,7 @@ class ForecastQuestion:
         max_new_tokens: Limit of the output, in tokens.
         tenant: As in ``Request``; empty where no API keys are in use.
         image_tokens: Tokens of each image of the prompt.
+        call: Who calls, and how.
     """
 
     request_id: str
@@ -58,6 +80,7 @@ class ForecastQuestion:
     max_new_tokens: int
     tenant: str = ""
     image_tokens: tuple[int, ...] = ()
+    call: CallForm = NO_CALL
 
     @property
     def rest_len(self) -> int:
@@ -80,17 +103,39 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
+class StateQuestion:
+    """What is known of a request after prefill.
+
+    Attributes:
+        before: The forecast that was made before prefill.
+        state: As in ``TokenDelta.state``.
+    """
+
+    request_id: str
+    prompt_len: int
+    max_new_tokens: int
+    before: Forecast
+    state: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ForecastQuestions:
-    """Ingress -> LengthPredictor: asks for forecasts of these requests."""
+    """Ingress -> LengthPredictor: asks for forecasts of these requests, some of which have been prefilled."""
 
     questions: tuple[ForecastQuestion, ...]
+    prefilled: tuple[StateQuestion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """From the LengthPredictor: one forecast for each question, in their order."""
+    """From the LengthPredictor: one forecast for each question, in their order; of those prefilled, if there are any.
+
+    Attributes:
+        prefilled: Empty where states tell no more than what was forecast before.
+    """
 
     forecasts: tuple[Forecast, ...]
+    prefilled: tuple[Forecast, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Emission:
         end: Set if the last of them ends the output.
         logprobs: Log probabilities that the client asked for.
         failure: Why the sequence ends without a new token.
-        vector: As in ``TokenDelta``.
+        vector: As in ``TokenDelta``; so is ``state``.
     """
 
     sequence: Sequence
@@ -44,6 +44,7 @@ class Emission:
     logprobs: DeltaLogprobs | None = None
     failure: NoToken | None = None
     vector: bytes = b""
+    state: bytes = b""
 
 
 def ended_by_prompt(sequence: Sequence, token: int, tokens: list[int | None], index: int) -> Emission:

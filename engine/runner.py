@@ -34,7 +34,13 @@ class Launch(Enum):
 
 
 class Runner:
-    """Computes steps: the model runner, or a device emulated from a profile. Here is what most devices do."""
+    """Computes steps: the model runner, or a device emulated from a profile. Here is what most devices do.
+
+    Attributes:
+        reads_states: Whether steps that end prompts bring ``LoggedTokens.states``, where the device can tell them.
+    """
+
+    reads_states = False
 
     @property
     def num_ooms(self) -> int:

@@ -45,6 +45,7 @@ class LoggedTokens(list[int | None]):
         failures: Likewise, for items that should have got a token and have None.
         further: Likewise, the tokens after the first of items whose drafts turned out right.
         pooled: Likewise, for items of requests that generate nothing; the token of such an item means nothing.
+        states: Likewise, for items that end their prompts: as in ``TokenDelta.state``.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class LoggedTokens(list[int | None]):
         self.failures = failures or {}
         self.further = further or {}
         self.pooled = pooled or {}
+        self.states: dict[int, bytes] = {}
 
     @property
     def tells_more(self) -> bool:
         """Whether there is more than one token or none for each item."""
-        return bool(self.logprobs or self.failures or self.further or self.pooled)
+        return bool(self.logprobs or self.failures or self.further or self.pooled or self.states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,7 +293,7 @@ class Worker:
         emissions = {}
         failed = self._take_failures(batch, tokens)
         sequences = self._sequences
-        verified = tokens.further if isinstance(tokens, LoggedTokens) else {}
+        verified, states = (tokens.further, tokens.states) if isinstance(tokens, LoggedTokens) else ({}, {})
         further: dict[str, int] = {}
         for i, (item, token) in enumerate(zip(batch.items, tokens, strict=True)):
             if token is None or not self.executor.counts(batch, item.request_id):
@@ -304,6 +304,7 @@ class Worker:
             else:
                 emission, ends = self._append(sequence, (token, *verified.get(i, ())))
             emissions[item.request_id] = emission
+            emission.state = states.get(i, b"")
             if len(emission.token_ids) > 1:
                 further[item.request_id] = len(emission.token_ids) - 1
             if ends:
@@ -401,6 +402,7 @@ class Worker:
             logprobs=emission.logprobs,
             gpu_s=0.0 if end is None else sequence.gpu_s,
             vector=emission.vector,
+            state=emission.state,
         )
         return Output(sequence.request.ingress_id, delta)
 

@@ -22,7 +22,7 @@ from farsight.predictor.metrics import pinball
 from farsight.predictor.models import FULL, LENGTH, pack, unpack
 from farsight.predictor.trainer import ForestOptions, grow
 
-MAX_FEATURES = 64
+MAX_FEATURES = 192
 """Most features of a request; more would make the log as large as the texts."""
 
 LENGTH_TREES = 50

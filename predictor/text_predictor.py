@@ -8,8 +8,8 @@ import numpy as np
 
 from farsight.core.errors import InvalidValueError
 from farsight.core.forecast import QUANTILES, Forecast, ForecastQuestion
-from farsight.predictor.applications.reading import FORM, SECRET, ApplicationReader
 from farsight.predictor.applications.reading import MODEL as APPLICATIONS
+from farsight.predictor.applications.reading import SECRET, ApplicationReader
 from farsight.predictor.artefact import ArtefactError, TrainedModel
 from farsight.predictor.encoders import Encoder, Scorer
 from farsight.predictor.features import IMAGES, FeatureShape, Floats
@@ -116,10 +116,9 @@ def _reader(artefact: TrainedModel, encoder: Encoder | Scorer | None) -> Reader:
         if not isinstance(encoder, Scorer):
             raise InvalidValueError("encoder", encoder, "the artefact's own regressor")
         return ScoreReader(encoder)
-    images = bool(metadata.get(IMAGES, False))
     if metadata["model"] == APPLICATIONS:
-        form = bool(metadata.get(FORM, False))
-        return ApplicationReader(artefact.arrays[SECRET].tobytes(), images=images, form=form)
+        return ApplicationReader(artefact.arrays[SECRET].tobytes())
+    images = bool(metadata.get(IMAGES, False))
     if encoder_of(artefact) is None:
         return WordReader(WordScorer(artefact.arrays["words"], images))
     trained_with, dim = metadata["encoder"], int(metadata["dim"])

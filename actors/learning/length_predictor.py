@@ -81,7 +81,9 @@ class LengthPredictor(Component, LengthPredictorCalls):
         if made:
             last = made[-1].within(questions.questions[-1].max_new_tokens)
             self.note("forecasts_made", num_requests=len(made), last_mean_tokens=last.mean)
-        return Forecasts(made)
+        prefilled = tuple(self._reader.states.answer(questions.prefilled))
+        self._num_predicted += len(prefilled)
+        return Forecasts(made, prefilled)
 
     @property
     def work_done(self) -> Mapping[str, float]:
@@ -132,7 +134,9 @@ class LengthPredictor(Component, LengthPredictorCalls):
 
     def _learn(self, records: Sequence[FinishedRequest]) -> None:
         since = self.context.site.model_since  # outputs of earlier weights tell nothing about these
-        known = (each for each in records if each.received_at >= since and each.finish_reason in _COMPLETE)
+        known = [each for each in records if each.received_at >= since and each.finish_reason in _COMPLETE]
+        if self._reader is not None:
+            self._reader.states.learn(known)
         lengths = [each.output_len for each in known if each.output_len]  # 0: nothing was to be generated
         self._predictor.learn(lengths)
         self._num_learnt += len(lengths)

@@ -20,6 +20,7 @@ from prometheus_client import Counter, Gauge
 
 from farsight.actors.calls.log_store import LogStoreCalls
 from farsight.actors.learning.length_learner import LengthLearner, ModelRegistry
+from farsight.actors.learning.state_forecasts import StateForecasts
 from farsight.actors.log.log_outbox import LogOutbox
 from farsight.actors.runtime.component import ComponentContext
 from farsight.actors.runtime.metrics import family
@@ -196,6 +197,9 @@ class TextForecasts:
         artefact: The first version.
         predictor: The predictor that serves this version.
         history: Answers when a forecast from the text would cost too much CPU time.
+
+    Attributes:
+        states: Forecasts of requests that have been prefilled.
     """
 
     def __init__(
@@ -214,6 +218,7 @@ class TextForecasts:
         self._history = history
         self._feature_set = feature_set(artefact)
         self._registry = ModelRegistry(log_store, artefact, context.registry)
+        self.states = StateForecasts(log_store, _weights_name(context), saves=self._is_learner)
         self._server = ForecastServer(predictor, self._settings.cpu_share, context.degraded)
         append = log_store.append
         self._outbox = LogOutbox[ForecastRecord](append, lambda new: LogRecords(forecasts=new), context.degraded)
@@ -233,10 +238,10 @@ class TextForecasts:
             ConfigError: The artefact or its encoder cannot be loaded.
         """
         settings = context.config.predictor
+        weights = _weights_name(context)
         if settings.artefact:
             artefact, text_model = await asyncio.to_thread(_load, settings)
         else:
-            weights = f"{context.config.model.name} {context.site.model_since:.0f}"
             if settings.encoder:
                 artefact, text_model = await asyncio.to_thread(_begin_with_encoder, settings, weights)
             else:
@@ -246,11 +251,12 @@ class TextForecasts:
         predictor = TextPredictor(artefact, text_model, history)
         forecasts = cls(context, log_store, artefact, predictor, history)
         await forecasts._look_for_newer()
+        await forecasts.states.load()
         return forecasts
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """Returns the coroutines that must run as long as the predictor serves."""
-        work = [self._server.run(), self._outbox.run()]
+        work = [self._server.run(), self._outbox.run(), self.states.run()]
         if self._settings.learn and can_be_retrained(self._artefact):
             learner = LengthLearner(self._log_store, self._registry, self._artefact, self._use, self._settings)
             work.append(learner.run() if self._is_learner else self._keep_up())
@@ -287,6 +293,10 @@ class TextForecasts:
         while True:
             await asyncio.sleep(KEEP_UP_S)
             await self._look_for_newer()
+
+
+def _weights_name(context: ComponentContext) -> str:
+    return f"{context.config.model.name} {context.site.model_since:.0f}"
 
 
 def _load(settings: PredictorConfig) -> tuple[TrainedModel, Encoder | Scorer | None]:

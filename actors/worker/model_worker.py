@@ -38,6 +38,7 @@ from farsight.core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from farsight.core.processors import bind_to_node, compute_threads
 from farsight.engine.native.library import is_compiling
 from farsight.kvcache.step_batch import step_sample
+from farsight.policies.compose import predicts_requests
 
 if TYPE_CHECKING:
     from farsight.core.config.load import FarsightConfig
@@ -350,6 +351,7 @@ def _build(
         carried_rows if rows is None else SharedEmbeddings(rows).rows,
         progress,
     )
+    worker.runner.reads_states = ranks is None and predicts_requests(config)
     gc.collect()
     gc.freeze()  # no collection in the middle of a step looks through torch's objects
     return worker

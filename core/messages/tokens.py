@@ -41,6 +41,8 @@ class TokenDelta:
         gpu_s: GPU-seconds that the attempt took (``core.costs.row_shares``), on its last delta; 0 from another server.
         vector: Result of a request that generates nothing (``SamplingParams.pooling``), float32 little-endian; on its
             only delta.
+        state: Hidden state of the prompt's last token behind half of the layers, float16 little-endian, scaled to a
+            mean square of 1; on an attempt's first delta, where forecasts are made of it.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class TokenDelta:
     fault: Fault = Fault.SERVICE
     gpu_s: float = 0.0
     vector: bytes = b""
+    state: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -101,6 +104,7 @@ def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
         text="".join(delta.text for delta in deltas),
         cached_len=first.cached_len or last.cached_len,
         num_unnamed=sum(delta.num_unnamed for delta in deltas),
+        state=first.state,
         logprobs=_joined_logprobs(logprobs) if logprobs else None,
     )
 

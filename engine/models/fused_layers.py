@@ -37,8 +37,10 @@ class FusedLayers(DecoderLayers):
             positions = torch.arange(len(positions), device=positions.device)
         delta: Tensor | None = None
         after: Norm | None = None
+        self.middle = None
         for i, layer in enumerate(self._layers):
             normed = self._norm(hidden, delta, after, layer.input_norm)
+            self._keep_middle(i, hidden)
             own_tables = tables if self._layer_tables is None else self._layer_tables[i]
             query, key, value = self._turned(i, linear(normed, layer.qkv), own_tables, positions, layout, pool)
             attended = attention.attend(i, query, key, value, layer.sinks)

@@ -145,6 +145,10 @@ class DecoderLayers:
     ) -> None:
         self.config = config
         self.cut_off_at_s = math.inf
+        self.middle_rows: Tensor | None = None
+        """Rows of the next step whose states behind half of the layers are wanted; None for none."""
+        self.middle: Tensor | None = None
+        """These states of the last step, float32 ``[R, hidden]``."""
         self._layers = layers
         self._add_up = add_up
         self._before: BeforeAttention = self._heads
@@ -166,7 +170,9 @@ class DecoderLayers:
     def run(self, hidden: Tensor, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
         """Returns ``hidden`` (``[T, hidden]``, overwritten) behind the last of the layers."""
         rotation = self._rotation(layout)
+        self.middle = None
         for i, layer in enumerate(self._layers):
+            self._keep_middle(i, hidden)
             if self.cut_off_at_s < math.inf and time.monotonic() >= self.cut_off_at_s:
                 raise IterationCutOff
             if self._layer_tables is not None:
@@ -176,6 +182,11 @@ class DecoderLayers:
             pool.values[i].index_copy_(0, layout.slot_ids, value)
             hidden = self._after(layer, hidden, attention.attend(i, query, key, value, layer.sinks))
         return hidden
+
+    def _keep_middle(self, index: int, hidden: Tensor) -> None:
+        """Keeps the wanted rows before the layer ``index``, if that begins the second half."""
+        if self.middle_rows is not None and index == len(self._layers) // 2:
+            self.middle = hidden.index_select(0, self.middle_rows).float()
 
     def _rotation(self, layout: StepLayout) -> Rotation | None:
         """Returns what turns each row: by its position, or by each of its axes."""

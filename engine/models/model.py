@@ -52,12 +52,19 @@ class DecoderModel:
 
     def rows(self, layout: StepLayout, pool: KVPool, attention: StepAttention) -> Tensor:
         """Runs a step up to the last norm; ``layout.sample_rows`` of what it reads, ``[R, hidden]``."""
+        return self.rows_and_middle(layout, pool, attention)[0]
+
+    def rows_and_middle(
+        self, layout: StepLayout, pool: KVPool, attention: StepAttention, *, keeps_middle: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns ``rows``, and the same rows behind half of the layers if they are wanted, float32 ``[R, hidden]``."""
         weights = self.weights
         hidden = embed(layout, weights.embedding, weights.positions, self.config, weights.embedding_norm)
         if layout.given is not None:
             hidden.index_copy_(0, layout.given.rows, layout.given.values.to(hidden.dtype))
+        self._layers.middle_rows = layout.sample_rows if keeps_middle else None
         hidden = self._layers.run(hidden, layout, pool, attention)
-        return hidden.index_select(0, layout.sample_rows)
+        return hidden.index_select(0, layout.sample_rows), self._layers.middle
 
     def logits(self, rows: Tensor) -> Tensor:
         """Returns logits of what ``rows`` returned, float32 ``[R, vocab]``."""

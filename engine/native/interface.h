@@ -100,6 +100,7 @@ struct FsStep {
   float* logits;               // [samples, vocab]
   int64_t* best;               // [samples]
   float* hidden;               // [samples, hidden]: what the last norm reads, or none
+  float* middle;               // [samples, hidden]: the same rows behind half of the layers, or none
   const int32_t* given_of;     // [rows]: which given row each is, -1 for that of its token; or none
   const float* given;          // [given rows, hidden]: in place of their embeddings
   const float* given_cos;      // [given rows, rotary_dim / 2]: in place of what their positions say, or none

@@ -183,7 +183,7 @@ class _Step(Structure):
         *((name, c_int32) for name in ("num_rows", "num_items", "num_samples")),
         *((name, c_void_p) for name in ("token_ids", "positions", "slot_ids", "lengths", "tables")),
         ("width", c_int32),
-        *((name, c_void_p) for name in ("sample_rows", "logits", "best", "hidden")),
+        *((name, c_void_p) for name in ("sample_rows", "logits", "best", "hidden", "middle")),
         *((name, c_void_p) for name in ("given_of", "given", "given_cos", "given_sin")),
         ("cut_off_at_s", c_double),
     )
@@ -263,13 +263,18 @@ class NativeModel:
         self._call("fs_set_head", self.handle, byref(self._norm(weights.norm)), byref(head))
 
     def forward(
-        self, step: NativeStep, hidden: Tensor | None = None, cut_off_at_s: float = math.inf
+        self,
+        step: NativeStep,
+        hidden: Tensor | None = None,
+        cut_off_at_s: float = math.inf,
+        middle: Tensor | None = None,
     ) -> tuple[Tensor, np.ndarray]:
         """Runs a step: writes its keys and values into the pool.
 
         Args:
             hidden: float32 ``[R, hidden]``; gets what the last norm reads of the sampled rows.
             cut_off_at_s: As ``StepBackend.cut_off_at_s``.
+            middle: float32 ``[R, hidden]``; gets the sampled rows behind half of the layers.
 
         Returns:
             Logits of the sampled rows, float32 ``[R, vocab]``, and ``engine.sampling.sampler.likeliest`` of them; the
@@ -296,7 +301,7 @@ class NativeModel:
             _address(step.sample_rows),
             self._logits.data_ptr(),
             _address(self._best),
-            None if hidden is None else hidden.data_ptr(),
+            *(None if rows is None else rows.data_ptr() for rows in (hidden, middle)),
             *(None,) * 4 if given is None else given.addresses,
             cut_off_at_s,
         )
@@ -450,6 +455,7 @@ class NativeBackend:
     ) -> None:
         self.model = NativeModel(config, weights, pool, max_len, num_threads)
         self.cut_off_at_s = math.inf
+        self.keeps_middle = False
         self._block_size = pool.block_size
         self._config = config
         self._last_norm = weights.norm
@@ -466,12 +472,13 @@ class NativeBackend:
     ) -> StepLogits:
         """See ``engine.steps.backends.StepBackend.run``."""
         step = build_native_step(batch, order, sequences, self._block_size, more_rows)
-        if not with_hidden:
-            logits, best = self.model.forward(step, cut_off_at_s=self.cut_off_at_s)
-            return StepLogits(logits, best.tolist())
-        hidden = torch.empty(len(step.sample_rows), self._config.hidden_size)
-        logits, best = self.model.forward(step, hidden, self.cut_off_at_s)
-        return StepLogits(logits, best.tolist(), last_hidden(hidden, self._config, self._last_norm))
+        shape = len(step.sample_rows), self._config.hidden_size
+        hidden = torch.empty(shape) if with_hidden else None
+        middle = torch.empty(shape) if self.keeps_middle else None
+        logits, best = self.model.forward(step, hidden, self.cut_off_at_s, middle)
+        if hidden is not None:
+            hidden = last_hidden(hidden, self._config, self._last_norm)
+        return StepLogits(logits, best.tolist(), hidden, middle)
 
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
         """See ``engine.steps.backends.ReadyBackend.run_ready``."""

@@ -380,6 +380,9 @@ void run(Model& m, const FsStep& s) {
   int rows = s.num_rows;
   for (const Layer& layer : m.layers) {
     if (is_over(s.cut_off_at_s)) throw CutOff{};
+    if (s.middle && &layer == &m.layers[m.layers.size() / 2])
+      for (int r = 0; r < s.num_samples; ++r)
+        std::copy_n(x + s.sample_rows[r] * c.hidden, c.hidden, s.middle + size_t(r) * c.hidden);
     norm_rows(m, layer.input_norm, *layer.qkv, x, rows);
     const bool narrows = &layer == &m.layers.back() && s.num_samples < s.num_rows;
     if (narrows)

@@ -158,6 +158,7 @@ class ParallelBackend:
         self._vocab_size = vocab_size
         self.next_order: StepOrder | None = None
         self.cut_off_at_s = math.inf
+        self.keeps_middle = False
 
     def begin(
         self, batch: StepBatch, order: list[int], sequences: Mapping[str, Sequence], more_rows: list[int]

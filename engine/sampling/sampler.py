@@ -49,11 +49,13 @@ class StepLogits(NamedTuple):
         best: The token of each row that the step has chosen, where it has: the likeliest one, or one drawn by the row's
             parameters (``Sampler.settles``).
         hidden: Their hidden states behind the last norm, float32 ``[R, hidden]``, where they were asked for.
+        middle: The same behind half of the layers.
     """
 
     logits: Tensor
     best: list[int] | None
     hidden: Tensor | None = None
+    middle: Tensor | None = None
 
 
 def likeliest(scores: Tensor) -> Tensor:

@@ -120,6 +120,34 @@ def find_rows_to_pool(batch: StepBatch, order: list[int], sequences: Mapping[str
     return found
 
 
+def ends_prompt(item: StepItem, sequence: Sequence) -> bool:
+    """Returns whether the item computes the last token of a prompt that is answered with tokens."""
+    return item.start + item.num_tokens == sequence.prompt_len and not sequence.sampling.pooling
+
+
+@torch.inference_mode()
+def prompt_states(
+    middle: Tensor, sampled: list[int], batch: StepBatch, sequences: Mapping[str, Sequence]
+) -> dict[int, bytes]:
+    """Returns the states of items that end their prompts, by index of the item: float16, with a mean square of 1.
+
+    Args:
+        middle: float32 ``[R, hidden]``, a row for each token that is sampled.
+        sampled: Indices of the items that sample, in the order of their rows.
+    """
+    states = {}
+    row = 0
+    for i in sampled:
+        item = batch.items[i]
+        if ends_prompt(item, sequences[item.request_id]):
+            state = middle[row]
+            # A few numbers of a state are far beyond float16 in some models; none is beyond the root of the width here.
+            state = state * torch.rsqrt(state.square().mean() + 1e-6)
+            states[i] = state.to(torch.float16).cpu().numpy().tobytes()
+        row += 1 + len(item.drafts)
+    return states
+
+
 @torch.inference_mode()
 def pool_rows(hidden: Tensor, places: Mapping[int, int], found: list[RowsToPool]) -> dict[int, PooledRows]:
     """Sums hidden states, by index of the item.

@@ -49,9 +49,12 @@ class StepBackend(Protocol):
 
     Attributes:
         cut_off_at_s: Instant of ``time.monotonic`` after which no further layer of the step begins.
+        keeps_middle: Whether ``StepLogits.middle`` is wanted of the next step; a backend that replays recorded steps,
+            or has ranks, leaves it out.
     """
 
     cut_off_at_s: float
+    keeps_middle: bool
 
     def run(
         self,
@@ -127,6 +130,7 @@ class TorchBackend:
         self._pool = pool
         self._attention = attention or TorchAttention.of_model(config)
         self.cut_off_at_s = math.inf
+        self.keeps_middle = False
 
     @torch.inference_mode()
     def run(
@@ -152,7 +156,8 @@ class TorchBackend:
             self._pool.clear_blocks(layout.opened_blocks)
         self._model.cut_off_at(self.cut_off_at_s)
         attention = self._attention.begin_step(layout, self._pool)
-        return self._found(self._model.rows(layout, self._pool, attention), with_hidden=with_hidden)
+        rows, middle = self._model.rows_and_middle(layout, self._pool, attention, keeps_middle=self.keeps_middle)
+        return self._found(rows, with_hidden=with_hidden)._replace(middle=middle)
 
     def _found(self, rows: Tensor, *, with_hidden: bool) -> StepLogits:
         """Returns what is wanted of rows behind the last layer."""

@@ -86,6 +86,7 @@ class CarefulSteps:
         logprobs: dict[int, ItemLogprobs] = {}
         failures: dict[int, NoToken] = {}
         pooled: dict[int, PooledRows] = {}
+        states: dict[int, bytes] = {}
         todo = [(i, item.without_drafts()) for i, item in enumerate(batch.items) if counts(batch, item.request_id)]
         while todo:
             part, rest = cut_step(todo, self.max_tokens or batch.num_tokens, sequences)
@@ -98,8 +99,10 @@ class CarefulSteps:
                 logprobs |= {part[i][0]: each for i, each in found.logprobs.items()}
                 failures |= {part[i][0]: each for i, each in found.failures.items()}
                 pooled |= {part[i][0]: each for i, each in found.pooled.items()}
+                states |= {part[i][0]: each for i, each in found.states.items()}
             todo = rest
         whole_step = LoggedTokens(tokens, logprobs, failures, pooled=pooled)
+        whole_step.states = states
         return whole_step if whole_step.tells_more else tokens
 
     def _attempt(self, run: Run, batch: StepBatch, *, last: bool = False) -> list[int | None] | None:

@@ -22,7 +22,15 @@ from farsight.engine.models.quantize import quantize_weights, tell_of_rounding
 from farsight.engine.native.model import NativeBackend
 from farsight.engine.runner import Launch, Runner
 from farsight.engine.sampling.sampler import NO_TOKEN, PromptRows, Sampler, StepLogits, find_prompt_rows
-from farsight.engine.sampling.step_rows import RowsToPool, find_rows_to_pool, pool_rows, sampled_rows, tokens_that_stand
+from farsight.engine.sampling.step_rows import (
+    RowsToPool,
+    ends_prompt,
+    find_rows_to_pool,
+    pool_rows,
+    prompt_states,
+    sampled_rows,
+    tokens_that_stand,
+)
 from farsight.engine.sampling.token_masks import MaskedRows, begin_masks
 from farsight.engine.sequence import Sequence
 from farsight.engine.step_results import ItemLogprobs, LoggedTokens, NoToken, PooledRows, StepFault
@@ -266,6 +274,9 @@ class ModelRunner(Runner):
         sampled = [i for i in order if batch.items[i].samples]
         masks = self._begin_masks([batch.items[i] for i in sampled], sequences)
         pools = find_rows_to_pool(batch, order, sequences)
+        self.backend.keeps_middle = self.reads_states and any(
+            ends_prompt(batch.items[i], sequences[batch.items[i].request_id]) for i in sampled
+        )
         if prompts or pools:
             step, logprobs, pooled = self._run_with_more(batch, order, sequences, prompts, pools)
         else:
@@ -273,6 +284,8 @@ class ModelRunner(Runner):
         found = LoggedTokens([None] * len(batch.items), logprobs, pooled=pooled)
         if sampled:
             self._sample(step, sampled, batch, sequences, found, masks)
+        if step.middle is not None:
+            found.states = prompt_states(step.middle, sampled, batch, sequences)
         del found[num_items:]
         found.failures = {i: failure for i, failure in found.failures.items() if i < num_items}  # pads need no tokens
         return found if found.tells_more else list(found)
@@ -325,7 +338,8 @@ class ModelRunner(Runner):
         if prompts:
             logprobs = self._prompt_logprobs(step.logits[[place[row] for row in more]], prompts, batch, sequences)
         pooled = {} if step.hidden is None else pool_rows(step.hidden, place, pools)
-        return StepLogits(step.logits[chosen], best), logprobs, pooled
+        middle = None if step.middle is None else step.middle[chosen]
+        return StepLogits(step.logits[chosen], best, middle=middle), logprobs, pooled
 
     @torch.inference_mode()
     def _sample(

@@ -1,4 +1,4 @@
-"""A forest over what is known of a request's application: lengths of its earlier outputs."""
+"""A forest over what is known of a request's client, application and words: lengths of earlier outputs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farsight.core.errors import InvalidValueError
-from farsight.predictor.applications.reading import KEYS, NO_KEY, NUM_TEXT_FEATURES, WIDTHS, keys_of
-from farsight.predictor.features import Floats
+from farsight.predictor.applications.grams import NO_GRAM
+from farsight.predictor.applications.reading import (
+    FORM_AT,
+    GRAMS_AT,
+    KEYS,
+    NO_KEY,
+    NUM_FEATURES,
+    NUM_LENGTHS,
+    keys_of,
+)
+from farsight.predictor.applications.score import NUM_FOLDS, LinearScore, fit_score
+from farsight.predictor.features import NUM_IMAGE_FEATURES, Floats
 from farsight.predictor.forest import Forest
 from farsight.predictor.quantiles import LengthDistributions
 from farsight.predictor.trainer import ForestOptions, grow
 
+CHAINS = (("tenant", "opening", "instruction"), ("tenant", "client", "call"))
+"""Keys from the general to the special one: what is known of one is shrunk towards what is known of the one before."""
+
 SHRINK = 2.0
-"""Examples that the mean of the level above counts for, beside a key's own: openings stand above instructions."""
+"""Examples that the mean of the level above counts for, beside a key's own."""
+
+HALF_LIFE = 200.0
+"""Examples of a key after which an earlier one counts half."""
 
 NUM_STATISTICS = 4
 """Statistics of a key: number of examples, mean logarithm of the output length, the same over the input length, and the
 mean square of the former."""
 
-NUM_DERIVED = 6
-"""Numbers of the forest's input that say neither what images there are nor what form the input has."""
+NUM_DERIVED = NUM_LENGTHS + 3 * len(CHAINS)
+"""Lengths and statistics of the keys, which stand before what is read of images, form and call."""
+
+NUM_DENSE = NUM_DERIVED + GRAMS_AT - FORM_AT
+"""Features of the score beside the words; the forest has the score as one more."""
+
+_LOGGED = [*range(NUM_LENGTHS), *range(NUM_DERIVED, NUM_DERIVED + NUM_IMAGE_FEATURES + 1)]
+"""Columns of lengths and numbers, of which the score reads the logarithm: the last one is the input's characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,33 +54,33 @@ class KeyStatistics:
 
     Attributes:
         keys: (keys,), rising.
-        sums: (keys + 1, NUM_STATISTICS), the last row over all examples.
+        sums: (keys + 1, NUM_STATISTICS), the last row over all examples; a key's later examples count more.
     """
 
     keys: NDArray[np.int64]
     sums: NDArray[np.float64]
 
     def derived(self, raw: Floats) -> Floats:
-        """Derives the forest's input.
+        """Derives what the score and the forest read.
 
         Args:
-            raw: (rows, one of ``WIDTHS``), from ``raw_features``.
+            raw: (rows, NUM_FEATURES), from ``raw_features``.
 
         Returns:
-            (rows, NUM_DERIVED and the columns behind the keys): the three lengths, the output length by the
-            application's mean, the output length by its mean ratio to the input, the spread of its outputs, and the
-            columns of images and form unchanged. O(rows log keys).
+            (rows, NUM_DENSE): the three lengths; by each chain of keys the output length, the output length by its mean
+            ratio to the input, and the spread of outputs; images, form and call unchanged. O(rows log keys).
         """
+        parts = [raw[:, :NUM_LENGTHS]]
         total = self.sums[-1:] / max(self.sums[-1, 0], 1.0)
-        known = np.repeat(total[:, 1:], len(raw), axis=0)
-        for columns in reversed(KEYS):  # the opening first: it is the level above the instruction
-            own = self._sums_of(keys_of(raw, columns))
-            known = (own[:, 1:] + SHRINK * known) / (own[:, :1] + SHRINK)
-        by_ratio = known[:, 1] + np.log1p(raw[:, 0])
-        spread = np.sqrt(np.maximum(known[:, 2] - known[:, 0] ** 2, 0.0))
-        statistics = np.stack([known[:, 0], by_ratio, spread], axis=1)
-        derived = np.concatenate([raw[:, :3], statistics, raw[:, NUM_TEXT_FEATURES:]], axis=1)
-        return derived.astype(np.float32)
+        for chain in CHAINS:
+            known = np.repeat(total[:, 1:], len(raw), axis=0)
+            for key in chain:
+                own = self._sums_of(keys_of(raw, key))
+                known = (own[:, 1:] + SHRINK * known) / (own[:, :1] + SHRINK)
+            by_ratio = known[:, 1] + np.log1p(raw[:, 0])
+            spread = np.sqrt(np.maximum(known[:, 2] - known[:, 0] ** 2, 0.0))
+            parts.append(np.stack([known[:, 0], by_ratio, spread], axis=1).astype(np.float32))
+        return np.concatenate([*parts, raw[:, FORM_AT:GRAMS_AT]], axis=1)
 
     def _sums_of(self, keys: NDArray[np.int64]) -> NDArray[np.float64]:
         """Looks up sums, shape (rows, NUM_STATISTICS); zeros for a key without examples."""
@@ -69,26 +91,40 @@ class KeyStatistics:
 
 
 def statistics_of(raw: Floats, output_lens: NDArray[np.integer]) -> KeyStatistics:
-    """Sums up examples: raw features (rows, NUM_FEATURES) and output lengths (rows,) in tokens."""
+    """Sums up examples, oldest first: raw features (rows, NUM_FEATURES) and output lengths (rows,) in tokens."""
     log_lens = np.log1p(np.asarray(output_lens, np.float64))
     values = np.stack([np.ones(len(raw)), log_lens, log_lens - np.log1p(raw[:, 0]), log_lens**2], axis=1)
-    keys, places = np.unique(np.concatenate([keys_of(raw, columns) for columns in KEYS]), return_inverse=True)
+    keys, places = np.unique(np.concatenate([keys_of(raw, key) for key in KEYS]), return_inverse=True)
     sums = np.zeros((len(keys) + 1, NUM_STATISTICS))
-    np.add.at(sums, places, np.concatenate([values] * len(KEYS)))
+    np.add.at(sums, places, np.concatenate([values] * len(KEYS)) * _recency(places)[:, None])
     sums[-1] = values.sum(axis=0)
     return KeyStatistics(keys, sums)
 
 
+def _recency(places: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Returns the weight of each example among those of its key, oldest first; shape as ``places``."""
+    order = np.argsort(places, kind="stable")
+    ends = np.cumsum(np.bincount(places))
+    newer = np.empty(len(places))
+    newer[order] = ends[places[order]] - 1 - np.arange(len(places))
+    weights: NDArray[np.float64] = 0.5 ** (newer / HALF_LIFE)
+    return weights
+
+
 @dataclass(frozen=True, slots=True)
 class ApplicationForest(Forest):
-    """``Forest`` over derived features, whose rows are raw ones.
+    """``Forest`` over derived features and the score, whose rows are raw ones.
 
     Attributes:
         keys: As in ``KeyStatistics``; so is ``key_sums``.
+        grams: As in ``LinearScore``; so are ``gram_weights`` and ``slopes``.
     """
 
     keys: NDArray[np.int64]
     key_sums: NDArray[np.float64]
+    grams: Floats
+    gram_weights: Floats
+    slopes: NDArray[np.float64]
 
     def check(self) -> None:
         """
@@ -96,58 +132,85 @@ class ApplicationForest(Forest):
             ValueError: As ``Forest.check``.
         """
         Forest.check(self)
+        weights = (self.key_sums, self.gram_weights, self.slopes)
         fits = (
-            self.num_features in [NUM_DERIVED + width - NUM_TEXT_FEATURES for width in WIDTHS]
-            and self.keys.ndim == 1
+            self.num_features == NUM_DENSE + 1
+            and self.keys.ndim == self.grams.ndim == 1
             and self.key_sums.shape == (len(self.keys) + 1, NUM_STATISTICS)
-            and bool((np.diff(self.keys) > 0).all() and np.isfinite(self.key_sums).all())
+            and self.gram_weights.shape == self.grams.shape
+            and self.slopes.shape == (NUM_DENSE + 1,)
+            and bool((np.diff(self.keys) > 0).all() and (np.diff(self.grams) > 0).all())
+            and all(bool(np.isfinite(each).all()) for each in weights)
         )
         if not fits:
             raise ValueError("a forest by application whose arrays fit together")
 
     def distribution(self, features: Floats, levels: Sequence[float]) -> LengthDistributions:
-        """Returns what ``Forest.distribution`` does, for raw features (rows, one of ``WIDTHS``)."""
+        """Returns what ``Forest.distribution`` does, for raw features (rows, NUM_FEATURES)."""
         derived = KeyStatistics(self.keys, self.key_sums).derived(features)
-        return Forest.distribution(self, derived, levels)
+        score = LinearScore(self.grams, self.gram_weights, self.slopes)
+        scores = score.scores(features[:, GRAMS_AT:], _dense(derived))
+        return Forest.distribution(self, _with_score(derived, scores), levels)
+
+
+def _dense(derived: Floats) -> Floats:
+    """Returns the score's features of the same shape: lengths by their logarithms."""
+    dense = derived.copy()
+    dense[:, _LOGGED] = np.log1p(dense[:, _LOGGED])
+    return dense
+
+
+def _with_score(derived: Floats, scores: NDArray[np.float64]) -> Floats:
+    return np.concatenate([derived, scores[:, None].astype(np.float32)], axis=1)
 
 
 UNKNOWN = 0.2
 """Share of the examples that are also shown as requests of an unknown application."""
 
-_NUM_FOLDS = 5
-
 
 def grow_by_application(raw: Floats, output_lens: NDArray[np.integer], options: ForestOptions) -> ApplicationForest:
-    """Grows a forest over statistics of applications.
+    """Grows a forest over statistics of keys and a score.
 
     An example's own length is part of its application's statistics. A forest grown on these would trust them too much,
-    so each example gets the statistics of the other folds. Some examples are used a second time, as requests of an
-    application without examples, so that an unknown application gets the law of all, not of one that resembles it.
+    so each example gets the statistics, and the score, of the other folds. Some examples are used a second time, as
+    requests of an application without examples, so that an unknown application gets the law of all, not of one that
+    resembles it.
 
     Args:
-        raw: (rows, one of ``WIDTHS``), from ``raw_features``.
+        raw: (rows, NUM_FEATURES), from ``raw_features``, oldest first.
         output_lens: (rows,), in tokens.
         options: How the forest is grown; its seed also draws the folds.
 
     Raises:
         InvalidValueError: fewer rows than folds, or rows of another width.
     """
-    if raw.ndim != 2 or raw.shape[1] not in WIDTHS or len(raw) < _NUM_FOLDS:
-        raise InvalidValueError("features", raw.shape, f"({_NUM_FOLDS} rows or more, {WIDTHS[-1]})")
-    folds = np.arange(len(raw)) % _NUM_FOLDS
+    if raw.ndim != 2 or raw.shape[1] != NUM_FEATURES or len(raw) < NUM_FOLDS:
+        raise InvalidValueError("features", raw.shape, f"({NUM_FOLDS} rows or more, {NUM_FEATURES})")
+    folds = np.arange(len(raw)) % NUM_FOLDS
     rng = np.random.default_rng(options.seed)
     rng.shuffle(folds)
-    derived = np.empty((len(raw), NUM_DERIVED + raw.shape[1] - NUM_TEXT_FEATURES), np.float32)
-    for fold in range(_NUM_FOLDS):
+    derived = np.empty((len(raw), NUM_DENSE), np.float32)
+    for fold in range(NUM_FOLDS):
         out = folds == fold
         derived[out] = statistics_of(raw[~out], output_lens[~out]).derived(raw[out])
+    score, scores = fit_score(raw[:, GRAMS_AT:], _dense(derived), output_lens, folds)
     known = statistics_of(raw, output_lens)
     unknown = rng.permutation(len(raw))[: max(round(UNKNOWN * len(raw)), 1)]
     nameless = raw[unknown]
-    for columns in KEYS:
-        nameless[:, columns] = NO_KEY
-    rows = np.concatenate([derived, known.derived(nameless)])
+    nameless[:, NUM_LENGTHS:FORM_AT] = NO_KEY
+    of_unknown = known.derived(nameless)
+    rows = np.concatenate(
+        [
+            _with_score(derived, scores),
+            _with_score(of_unknown, score.scores(np.full_like(nameless[:, GRAMS_AT:], NO_GRAM), _dense(of_unknown))),
+        ]
+    )
     forest = grow(rows, np.concatenate([output_lens, output_lens[unknown]]), options)
     return ApplicationForest(
-        **{each.name: getattr(forest, each.name) for each in fields(Forest)}, keys=known.keys, key_sums=known.sums
+        **{each.name: getattr(forest, each.name) for each in fields(Forest)},
+        keys=known.keys,
+        key_sums=known.sums,
+        grams=score.grams,
+        gram_weights=score.gram_weights,
+        slopes=score.slopes,
     )

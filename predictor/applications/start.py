@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from farsight.predictor.applications.reading import FORM, MODEL, NUM_FEATURES, SECRET
+from farsight.predictor.applications.reading import MODEL, NUM_FEATURES, SECRET
 from farsight.predictor.artefact import TrainedModel
 from farsight.predictor.encoders import Encoder, probe_of
 from farsight.predictor.features import IMAGES, NUM_IMAGE_FEATURES, FeatureShape
@@ -41,9 +41,7 @@ def untrained(weights: str, secret: bytes, num_trees: int = FOREST.num_trees) ->
         "model": MODEL,
         "num_examples": 0,
         "forest": asdict(replace(FOREST, num_trees=num_trees)),
-        IMAGES: True,
-        FORM: True,
-        FEATURE_SET: f"{MODEL}-4 {secret_name} {weights}",
+        FEATURE_SET: f"{MODEL}-5 {secret_name} {weights}",
     }
     features, lens = np.empty((0, NUM_FEATURES), np.float32), np.empty(0, np.int32)
     kept = np.frombuffer(secret, np.uint8)

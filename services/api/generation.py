@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from farsight.core.forecast import NO_CALL, CallForm
 from farsight.core.images import ImageFile
 from farsight.core.messages.tokens import TokenDelta, TokenLogprobs
 from farsight.core.request import Origin, PromptSource, Request, SamplingParams
@@ -26,11 +28,20 @@ class PromptText:
             or else the first line of the prompt.
         user_input: Chat: the last message of the user. Completion: the rest of the prompt.
         source: All of it; None if no predictor needs it.
+        call: Who calls, and how.
     """
 
     instruction: str
     user_input: str
     source: PromptSource | None = None
+    call: CallForm = NO_CALL
+
+    def sent_by(self, name: str) -> PromptText:
+        """Returns the same text with a client that also goes by this name: its API key, or its ``user``."""
+        if not name:
+            return self
+        named = hashlib.blake2b(f"{self.call.client}\0{name}".encode("utf-8", "replace"), digest_size=8)
+        return dataclasses.replace(self, call=dataclasses.replace(self.call, client=named.hexdigest()))
 
     def user_input_len(self, text_len: int) -> int:
         """Estimates its share of the text's tokens by characters: tokenising it alone costs as much as the prompt."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import CallForm
 from farsight.core.request import PromptSource, Request, SamplingParams, check_token_ids
 from farsight.services.api.backend import Generator, ImageInput, ModelInfo
 from farsight.services.api.errors import ApiError
@@ -76,7 +77,8 @@ def _of_completion(body: CompletionRequest, model: ModelInfo, encoder: PromptEnc
     echoes: list[Echo] = []
     for field, prompt in body.prompts:
         prompt_ids, offsets = _prompt_ids(field, prompt, body, model, encoder)
-        texts.append(of_completion(prompt, body.instruction) if isinstance(prompt, str) else None)
+        of_text = of_completion(prompt, body.instruction) if isinstance(prompt, str) else None
+        texts.append(of_text and _called(of_text, body))
         room = check_prompt_len(field, len(prompt_ids), model)
         request = _request(body, prompt_ids, limit, min(DEFAULT_MAX_TOKENS, room), model, encoder)
         requests.append(_scored(request, logprobs, scores_prompt, body.prompt_logprobs))
@@ -176,7 +178,7 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
     request = _scored(request, logprobs, False, body.prompt_logprobs)
     return Generation(
         prompts=(request,),
-        texts=(_prompt_text(body, text),),
+        texts=(_called(_prompt_text(body, text), body),),
         model=body.model or model.name,
         chat=True,
         echoes=last_turn(_messages(body)) if body.echo else (),
@@ -205,6 +207,13 @@ def _prompt_text(body: ChatCompletionRequest, rendered: str) -> PromptText:
     if says_all and not any(each.role == "tool" or each.content is None for each in body.messages):
         return found
     return dataclasses.replace(found, source=PromptSource(str.__str__(rendered)))
+
+
+def _called(text: PromptText, body: CompletionRequest | ChatCompletionRequest) -> PromptText:
+    """Returns the text with what the body tells of its client and of the form of the call."""
+    has_tools = isinstance(body, ChatCompletionRequest) and bool(body.usable_tools)
+    call = CallForm("", bool(body.stream), has_tools, body.constraint is not None)
+    return dataclasses.replace(text, call=call).sent_by(body.user or "")
 
 
 def _shown_fields(body: SamplingFields) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class SamplingFields(BeamFields, TargetFields):
     ignore_eos: bool | None = Field(None, description="Extension; continue after the end-of-sequence token.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Names your end user; has no effect.")
+    user: str | None = Field(None, description="Names your end user: forecasts of lengths learn by it.")
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0, description="Extension; least number of output tokens.")
     min_p: float | None = Field(

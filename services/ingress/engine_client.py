@@ -24,7 +24,7 @@ from farsight.actors.runtime.metrics import RequestMetrics, show_degraded
 from farsight.actors.runtime.names import is_backend
 from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again, wait_for
 from farsight.core.errors import InvalidValueError
-from farsight.core.forecast import Forecast, ForecastMade, ForecastsMade
+from farsight.core.forecast import Forecast, ForecastMade, ForecastsMade, StateQuestion
 from farsight.core.images import EncodedImage, ImageFile
 from farsight.core.messages.log import FinishedRequest, LogRecords, RequestTrace
 from farsight.core.messages.requests import Keys, Refusal, Submit
@@ -221,6 +221,12 @@ class EngineClient:
         if forecaster.ask(question_of(stream.request, text)) and wait_s > 0:
             await wait_for(stream.predicted, wait_s)
 
+    def _ask_again(self, request: Request, state: bytes, forecaster: PredictorClient) -> None:
+        """Asks for a forecast after prefill, if there is one to improve on."""
+        if request.forecast is not None:
+            limit = request.sampling.max_new_tokens
+            forecaster.ask(StateQuestion(request.request_id, request.prompt_len, limit, request.forecast, state))
+
     def _foresee(self, answers: list[tuple[str, Forecast]]) -> None:
         """Books forecasts; a forecast of a request that is on its way is sent after it."""
         for request_id, forecast in answers:
@@ -364,6 +370,8 @@ class EngineClient:
             self._measure(stream, delta, replica, now)
             stream.answered_by, stream.attempts = replica, delta.attempt + 1
             stream.reason = delta.finish_reason or stream.reason
+            if delta.state and self.forecaster is not None:
+                self._ask_again(stream.request, delta.state, self.forecaster)
             stream.deltas.put(delta)
             if len(stream.deltas) >= SLOW_DELTAS and delta.request_id not in self._slow:
                 self._slow.add(delta.request_id)

@@ -15,7 +15,7 @@ from farsight.actors.runtime.names import initial_counts, length_predictor_name
 from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, current_counts
 from farsight.core.config.load import FarsightConfig
 from farsight.core.errors import FarsightError
-from farsight.core.forecast import Forecast, ForecastQuestion, ForecastQuestions
+from farsight.core.forecast import Forecast, ForecastQuestion, ForecastQuestions, StateQuestion
 from farsight.core.messages.status import FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from farsight.core.request import Request
 from farsight.services.api.batches.lines import BatchLine
@@ -61,6 +61,7 @@ def question_of(request: Request, text: PromptText) -> ForecastQuestion:
         request.sampling.max_new_tokens,
         request.tenant,
         image_tokens,
+        text.call,
     )
 
 
@@ -84,9 +85,9 @@ class PredictorClient:
         self._counts = initial_counts(config)
         self._answered = answered
         self._gather_s = 0.0 if config.predictor.wait_s else GATHER_S
-        self._waiting: asyncio.Queue[ForecastQuestion] = asyncio.Queue(MAX_WAITING)
+        self._waiting: asyncio.Queue[ForecastQuestion | StateQuestion] = asyncio.Queue(MAX_WAITING)
 
-    def ask(self, question: ForecastQuestion) -> bool:
+    def ask(self, question: ForecastQuestion | StateQuestion) -> bool:
         """Queues a question; returns False if the queue is full."""
         try:
             self._waiting.put_nowait(question)
@@ -132,15 +133,20 @@ class PredictorClient:
             await asyncio.sleep(self._gather_s)
             while len(questions) < MAX_QUESTIONS and not self._waiting.empty():
                 questions.append(self._waiting.get_nowait())
+            new = tuple(each for each in questions if isinstance(each, ForecastQuestion))
+            prefilled = tuple(each for each in questions if isinstance(each, StateQuestion))
             try:
-                forecasts = (await predictor.predict(ForecastQuestions(tuple(questions)))).forecasts
+                made = await predictor.predict(ForecastQuestions(new, prefilled))
             except PeerLost:
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
             except FarsightError:
                 logger.exception("%s gave no forecast", length_predictor_name(index))
                 continue
-            self._answered([(q.request_id, f) for q, f in zip(questions, forecasts, strict=True)])
+            answers = [(q.request_id, f) for q, f in zip(new, made.forecasts, strict=True)]
+            if made.prefilled:
+                answers += [(q.request_id, f) for q, f in zip(prefilled, made.prefilled, strict=True)]
+            self._answered(answers)
 
 
 _BODIES: dict[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {

@@ -1,4 +1,4 @@
-"""The forecaster by application: what it reads, what it learns from nothing, and whose lengths it keeps apart."""
+"""The forecaster by application, client and words: what it reads and learns, and whose lengths it keeps apart."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from farsight.core.errors import InvalidValueError
-from farsight.core.forecast import Forecast, ForecastQuestion
-from farsight.predictor.applications.forest import grow_by_application
+from farsight.core.forecast import CallForm, Forecast, ForecastQuestion
+from farsight.predictor.applications.forest import HALF_LIFE, grow_by_application, statistics_of
+from farsight.predictor.applications.grams import GRAM_BITS, NO_GRAM, NUM_GRAMS
 from farsight.predictor.applications.reading import (
-    KEYS,
+    GRAMS_AT,
     KINDS,
     NUM_FEATURES,
     READ_CHARS,
@@ -73,9 +74,7 @@ def test_untrained_it_answers_like_the_history_and_notes_what_to_learn_from() ->
 
 
 def test_a_hundred_requests_tell_the_applications_apart() -> None:
-    artefact, again = trained(asked(100)), trained(asked(100))
-    assert artefact.metadata == again.metadata
-    assert all(np.array_equal(artefact.arrays[name], again.arrays[name]) for name in artefact.arrays)
+    artefact = trained(asked(100))
     check_artefact(artefact)
     for effort in (Effort.FULL, Effort.LENGTH):
         short, long = forecasts(artefact, question(5, "Translate:"), question(5, "Explain in detail:"), effort=effort)
@@ -130,18 +129,100 @@ def test_a_tenants_lengths_by_application_stay_its_own() -> None:
     assert foreign[2].quantiles[0] < 30 and foreign[2].quantiles[-2] > 200, "which is the law of all"
 
 
+def of_client(number: int, client: str, tenant: str = "", **call: bool) -> ForecastQuestion:
+    return replace(question(number, "one for all", tenant), call=CallForm(client, **call))
+
+
+def test_clients_of_one_application_are_told_apart_but_not_across_tenants() -> None:
+    lengths = {"short": 20, "long": 300}
+    rng = np.random.default_rng(1)
+    rows = [
+        (of_client(i, client, "one"), int(lengths[client] * rng.uniform(0.8, 1.25)))
+        for i in range(60)
+        for client in lengths
+    ]
+    artefact = trained(rows)
+    short, long = forecasts(artefact, of_client(5, "short", "one"), of_client(5, "long", "one"))
+    assert short.mean == pytest.approx(20, rel=0.3) and long.mean == pytest.approx(300, rel=0.3)
+    first, second = forecasts(artefact, of_client(5, "short", "two"), of_client(5, "long", "two"))
+    assert first == second
+
+
+def test_a_client_with_tools_or_a_stream_has_another_law_than_without() -> None:
+    rng = np.random.default_rng(2)
+    rows = [
+        (of_client(i, "c", has_tools=bool(i % 2)), int((150, 25)[i % 2] * rng.uniform(0.8, 1.25))) for i in range(120)
+    ]
+    talks, calls = forecasts(trained(rows), of_client(5, "c"), of_client(5, "c", has_tools=True))
+    assert talks.mean == pytest.approx(150, rel=0.25) and calls.mean == pytest.approx(25, rel=0.25)
+
+
+def test_what_a_client_did_lately_counts_more() -> None:
+    num = int(HALF_LIFE)
+    raw = raw_features([of_client(i, "c") for i in range(3 * num)], SECRET)
+    lens = np.array([100] * 2 * num + [10] * num)
+    own = statistics_of(raw, lens)
+    old, new = np.log1p([100.0, 10.0])
+    # One half-life ago the lengths changed: half of all weight is on either side, but for the ends that do not count.
+    wanted = (new * 0.5 + old * (0.5 - 0.125)) / (1 - 0.125)
+    place = int(np.searchsorted(own.keys, keys_of(raw[:1], "client")[0]))
+    assert own.sums[place, 1] / own.sums[place, 0] == pytest.approx(wanted, rel=0.01)
+    assert own.sums[-1, 0] == len(raw), "the law of all counts each once"
+
+
+ASKED = {"list": 40, "prove": 240}
+"""Output lengths of requests that differ in one word, each in an application of its own."""
+
+
+def worded(number: int, word: str, tenant: str = "") -> ForecastQuestion:
+    rest = " ".join(f"w{number * 7 + place}" for place in range(8))
+    return replace(question(number, ""), user_input=f"{word} {rest}", user_input_len=9, tenant=tenant)
+
+
+def test_words_tell_how_long_the_answers_of_unknown_applications_are() -> None:
+    rng = np.random.default_rng(4)
+    rows = [
+        (worded(2 * i + place, word, "one"), int(length * rng.uniform(0.8, 1.25)))
+        for i in range(60)
+        for place, (word, length) in enumerate(ASKED.items())
+    ]
+    artefact = trained(rows)
+    short, long = forecasts(artefact, worded(9001, "list", "one"), worded(9002, "prove", "one"))
+    assert short.mean < 80 and long.mean > 160
+    foreign = forecasts(artefact, worded(9001, "list", "two"), worded(9001, "prove", "two"))
+    assert foreign[0].mean == pytest.approx(foreign[1].mean, rel=0.2), "words of one tenant say nothing to another"
+
+
+def test_words_are_kept_as_numbers_under_the_secret_and_the_tenant() -> None:
+    def grams(text: str, tenant: str = "", secret: bytes = SECRET) -> list[float]:
+        asked_for = replace(question(0, "Say"), user_input=text, tenant=tenant)
+        (row,) = raw_features([asked_for], secret)[:, GRAMS_AT:].tolist()
+        assert len(row) == NUM_GRAMS
+        return [each for each in row if each != NO_GRAM]
+
+    known = grams("Tell me of Ada")
+    assert grams("tell ME of Ada") == known and len(known) == 4 + 1 + 4 + 3, "openings, instruction, words, pairs"
+    assert all(each == int(each) and 0 <= each < 1 << GRAM_BITS for each in known)
+    assert not set(known) & set(grams("Tell me of Ada", "other"))
+    assert not set(known) & set(grams("Tell me of Ada", secret=bytes(SECRET_BYTES)))
+    long = "word" + " other" * 5000
+    assert len(grams(f"{long} end")) < NUM_GRAMS and grams(f"{long} end") != grams(f"{long} last")
+    assert 80 < len(grams(" ".join(map(str, range(500))))) <= NUM_GRAMS
+    assert grams("\ud800") == grams("\ud800"), "half a surrogate pair, which JSON can hold"
+
+
 def test_a_text_with_the_key_of_another_tenants_cannot_be_searched_for() -> None:
     """The attacker knows the victim's name, its instruction and this source text, but not the secret: a text whose key
     is the victim's in 12 bits under a guessed secret has an unrelated one under the true secret."""
     bits, guessed = (1 << 12) - 1, bytes(SECRET_BYTES)
 
     def key(text: str, tenant: str, secret: bytes) -> int:
-        return int(keys_of(raw_features([question(0, text, tenant)], secret), KEYS[0])[0])
+        return int(keys_of(raw_features([question(0, text, tenant)], secret), "instruction")[0])
 
     wanted = key("Translate:", "victim", guessed) & bits
     found = next(text for text in map(str, range(10**6)) if key(text, "attacker", guessed) & bits == wanted)
     assert key(found, "attacker", SECRET) & bits != key("Translate:", "victim", SECRET) & bits
-    many = keys_of(raw_features([question(0, str(i)) for i in range(4000)], SECRET), KEYS[0])
+    many = keys_of(raw_features([question(0, str(i)) for i in range(4000)], SECRET), "instruction")
     assert len(set(many.tolist())) == 4000, "24 bits would have collided"
     assert 1 << 61 < int(many.max()) < 1 << 63 and int(many.min()) >= 0
 
@@ -180,7 +261,7 @@ def test_what_is_no_row_of_features_is_refused() -> None:
         with pytest.raises(InvalidValueError, match="features"):
             grow_by_application(rows, lens[: len(rows)], FOREST)
     artefact = trained(asked(100))
-    for name in ("full.keys", "full.key_sums"):
+    for name in ("full.keys", "full.key_sums", "full.grams", "full.slopes"):
         damaged = {**artefact.arrays, name: artefact.arrays[name][:-1]}
         with pytest.raises(ArtefactError):
             check_artefact(TrainedModel(artefact.metadata, damaged))

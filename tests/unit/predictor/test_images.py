@@ -11,13 +11,13 @@ import pytest
 
 from farsight.core.codec import decode, encode
 from farsight.core.forecast import Example, Forecast, ForecastQuestion, ForecastQuestions
-from farsight.predictor.applications.reading import FORM, NUM_FEATURES, NUM_TEXT_FEATURES, SECRET_BYTES, raw_features
+from farsight.predictor.applications.reading import FORM_AT, NUM_FEATURES, SECRET_BYTES, raw_features
 from farsight.predictor.applications.start import untrained, untrained_with_encoder
 from farsight.predictor.artefact import TrainedModel, from_bytes
 from farsight.predictor.features import IMAGES, NUM_IMAGE_FEATURES, image_features
 from farsight.predictor.history import HistoryPredictor
 from farsight.predictor.models import check_artefact
-from farsight.predictor.retraining import TRAIN_FEATURES, Sample, feature_set, retrain, retraining, samples_of
+from farsight.predictor.retraining import TRAIN_FEATURES, Sample, feature_set, retrain, retraining
 from farsight.predictor.shedding import Effort
 from farsight.predictor.text_predictor import TextPredictor, encoder_of
 from farsight.predictor.training import RECIPES, train
@@ -88,8 +88,9 @@ def test_number_and_size_of_pictures_say_how_long_the_answer_is(kind: str) -> No
 def test_pictures_are_counted_apart_from_text() -> None:
     rows = raw_features([question(3), question(3, 100, 1000)], SECRET)
     assert rows.shape == (2, NUM_FEATURES)
-    assert rows[0, :NUM_TEXT_FEATURES].tolist() == rows[1, :NUM_TEXT_FEATURES].tolist()
-    assert rows[:, NUM_TEXT_FEATURES : NUM_TEXT_FEATURES + NUM_IMAGE_FEATURES].tolist() == [[0, 0], [2, 1100]]
+    images = slice(FORM_AT, FORM_AT + NUM_IMAGE_FEATURES)
+    assert rows[:, images].tolist() == [[0, 0], [2, 1100]]
+    assert np.delete(rows[0], images).tolist() == np.delete(rows[1], images).tolist()
     assert image_features([]).shape == (0, NUM_IMAGE_FEATURES)
     words = WordScorer(np.zeros((2 * 2**15 + 4, 2), np.float32))
     assert words.features([question(3, 100, 1000)])[0].tolist() == [4, 3, 0, 0, 2, 1100]
@@ -108,38 +109,13 @@ class SixteenLetters(CountingEncoder):
 
 
 def test_what_is_learned_with_and_without_pictures_does_not_mix() -> None:
-    assert "applications-4" in feature_set(untrained("w", SECRET))
+    assert "applications-5" in feature_set(untrained("w", SECRET))
     begun = untrained_with_encoder(SixteenLetters(), "w")
     assert feature_set(begun).startswith("usin-2")
     predictor = TextPredictor(begun, SixteenLetters(), HistoryPredictor())
     row = predictor.forecast_with_features([question(3, 100, 1000)])[1][0]
     assert row is not None and len(row) == begun.arrays[TRAIN_FEATURES].shape[1]
     assert row[-NUM_IMAGE_FEATURES:].tolist() == [2, 1100]
-
-
-def of_before(artefact: TrainedModel, num_features: int, *unknown: str) -> TrainedModel:
-    """As a version wrote it that knew fewer features."""
-    metadata = {name: value for name, value in artefact.metadata.items() if name not in unknown}
-    arrays = {**artefact.arrays, TRAIN_FEATURES: artefact.arrays[TRAIN_FEATURES][:, :num_features]}
-    return TrainedModel(metadata, arrays)
-
-
-@pytest.mark.parametrize("images", [False, True])
-def test_an_artefact_that_knows_fewer_features_still_serves_and_learns(images: bool) -> None:
-    examples = seen()
-    rows = raw_features([each.question for each in examples], SECRET, images=images, form=False)
-    samples = [Sample(row, each.output_len) for row, each in zip(rows, examples, strict=True)]
-    num_features = NUM_TEXT_FEATURES + NUM_IMAGE_FEATURES * images
-    unknown = (FORM,) if images else (FORM, IMAGES)
-    before = from_bytes(retrain(retraining(of_before(untrained("w", SECRET), num_features, *unknown), samples)))
-    check_artefact(before)
-    plain, pictured = forecasts(before, question(3), question(3, 1000))
-    assert (plain == pictured) is not images  # without, it cannot tell them apart
-    encoder = None
-    features = TextPredictor(before, encoder, HistoryPredictor()).forecast_with_features([question(3, 9)])[1][0]
-    assert features is not None and features.shape == (num_features,)
-    again = from_bytes(retrain(retraining(before, [*samples_of(before), Sample(features, 20)])))
-    assert again.metadata["version"] == 2
 
 
 @pytest.mark.parametrize("kind", ["words", "forest", "linear"])
