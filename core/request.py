@@ -347,7 +347,7 @@ class Request:
         slo: From when a scheduler gets the request, as ``deadline_s``.
         images: The images among its prompt's tokens, in their order.
         reading_rate: Tokens a second that its client reads of a stream as they come; 0 for the server's usual rate
-            (``[scheduler] reading_rate``); None where nobody reads before the end.
+            (``[scheduler] reading_rate``); None where no one reads before the end.
     """
 
     request_id: str

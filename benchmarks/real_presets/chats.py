@@ -59,23 +59,23 @@ def read_chats(path: Path, folds: int = FOLDS) -> list[Chat]:
     """Returns the chats of a file; ``folds`` 0 gives no forecasts."""
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
     chats = [Chat(row["prompt"], row["prompt_tokens"], min(row["output_tokens"], LIMIT)) for row in rows]
-    return _foreseen(chats, folds) if folds else chats
+    return _with_forecasts(chats, folds) if folds else chats
 
 
-def _foreseen(chats: Sequence[Chat], folds: int) -> list[Chat]:
+def _with_forecasts(chats: Sequence[Chat], folds: int) -> list[Chat]:
     questions = [
         ForecastQuestion(str(number), "", chat.prompt, chat.prompt_len, chat.prompt_len, LIMIT)
         for number, chat in enumerate(chats)
     ]
     examples = [Example(question, chat.output_len) for question, chat in zip(questions, chats, strict=True)]
-    foreseen = list(chats)
+    found = list(chats)
     for fold in range(folds):
         others = [each for number, each in enumerate(examples) if number % folds != fold]
         predictor = TextPredictor(train(others, None, RECIPES["words"]), None, HistoryPredictor())
         places = range(fold, len(chats), folds)
         for place, forecast in zip(places, predictor.forecast([questions[each] for each in places]), strict=True):
-            foreseen[place] = replace(chats[place], forecast=forecast)
-    return foreseen
+            found[place] = replace(chats[place], forecast=forecast)
+    return found
 
 
 def chat_arrivals(chats: Sequence[Chat], num: int, rate: float, workload: str, seed: int) -> list[SimRequest]:

@@ -6,13 +6,13 @@ with ``stream: false``, wants the end. So jobs go in this order:
 1. streams whose readers have soon read all that has come (TokenFlow, arXiv 2510.02758, pauses by the same rule),
 2. streams without a first token, by arrival,
 3. jobs whose guards are about to pass (``policies.order.shadow``),
-4. jobs that nobody reads: those that have begun, then by boosted arrival,
+4. jobs that no one reads: those that have begun, then by boosted arrival,
 5. streams ahead of their readers by more than coming back takes: they give way, and lose nothing that is seen.
 
 No reader waits below his rate for another's sake: jobs of the first kind take places beyond those that a step's price
 asks for (``num_urgent``), and so does a stream that would wait too long for its first token.
 
-Boosts need lengths that are foreseen well enough. While fewer than ``LEAST_ACCURACY`` of the pairs that have ended were
+Boosts need lengths that are predicted well enough. While fewer than ``LEAST_ACCURACY`` of the pairs that have ended were
 foreseen in their order, jobs of the fourth kind go by arrival.
 """
 
@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from farsight.core.costs import priced_rows
+from farsight.core.costs import StepCost, priced_rows
 from farsight.core.decisions import Facts
 from farsight.core.errors import InvalidValueError
-from farsight.policies.interfaces import ORDERS, Job, ReplicaContext
+from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
 from farsight.policies.lengths.accuracy import PairAccuracy
 from farsight.policies.order.boosted import MAX_BOOST_S, SHARE_OF_KV, Boosted
 from farsight.policies.order.gittins import DecodePrice, FloatArray
-from farsight.policies.order.shadow import GuardTally, ShadowFcfs
+from farsight.policies.order.shadow import NO_ENDS, GuardTally, ShadowFcfs
 from farsight.policies.settings import PRIOR_CAPACITY
 
 RESUMES_S = 0.6
@@ -44,7 +44,7 @@ STEPS_AHEAD = 3
 """Steps of all streams that a stream needs at least to come back, where steps are long."""
 
 LEAST_ACCURACY = 0.6
-"""Share of ended pairs that must have been foreseen in their order; a coin has 0.5."""
+"""Share of ended pairs that must have been predicted in their order; a coin has 0.5."""
 
 USUAL_LEN = 256.0
 """Output tokens that are assumed of a job without a forecast, until one has ended."""
@@ -86,6 +86,7 @@ class ReadersFirst(Boosted):
             raise InvalidValueError("first_token_s", first_token_s, "seconds >= 0")
         self._reading_rate, self._first_token_s = reading_rate, first_token_s
         self._moves_with_time = True
+        self._most = price.max_num_seqs
         self._shadow, self._accuracy = ShadowFcfs(), PairAccuracy()
         self._usual_len = USUAL_LEN
         self._rates: dict[str, float] = {}  # of jobs that are read as they come
@@ -134,10 +135,10 @@ class ReadersFirst(Boosted):
             self._shadow.left(job.request_id)  # its client has left: nothing is known of its length
             return
         self._shadow.ended(job.request_id, job.last_ran_at - job.arrived_at)
-        self._accuracy.observe(self._work_s(job, self._foreseen_len(job)), self._work_s(job, job.output_len))
+        self._accuracy.observe(self._work_s(job, self._predicted_len(job)), self._work_s(job, job.output_len))
         self._usual_len += FORGETTING * (job.output_len - self._usual_len)
 
-    def _foreseen_len(self, job: Job) -> float:
+    def _predicted_len(self, job: Job) -> float:
         shown = job.shown_forecast
         usual = min(self._usual_len, float(job.max_new_tokens))
         return usual if shown is None else usual + self.gate.omega * (shown.mean - usual)
@@ -155,12 +156,17 @@ class ReadersFirst(Boosted):
         step, num_rows = self._price.step, self._num_rows
         context_len = num_rows * (job.prompt_len + round(self._usual_len / 2))
         step_s = step.step_s(0, num_rows, context_len)
-        return step.prefill_token_s * job.missing_len + self._foreseen_len(job) * step_s
+        return step.prefill_token_s * job.missing_len + self._predicted_len(job) * step_s
+
+    def price(self, cost: StepCost, capacity: int) -> None:
+        """Sets the step cost and the KV capacity; a full step is one of as many rows as have places by this price."""
+        num_rows = priced_rows(cost, self._usual_len, self._most)
+        self._price = DecodePrice(cost, num_rows, capacity, self._price.unit)
+        self._mark_stale(slice(None))
 
     @property
     def _num_rows(self) -> int:
-        """Places by the price of a step, whatever the composition makes of it."""
-        return priced_rows(self._price.step, self._usual_len, self._price.max_num_seqs)
+        return self._price.max_num_seqs
 
     def num_urgent(self, now: float) -> int:
         """Counts the jobs of the first kind, and the streams that have waited long enough for their first tokens."""
@@ -247,6 +253,11 @@ class ReadersFirst(Boosted):
         if self._accuracy.share is not None:
             facts["pairs_in_order"] = self._accuracy.share
         return facts
+
+
+def tally_of(order: Order) -> GuardTally:
+    """Returns the ends beside those of order of arrival so far; nothing under an order that keeps no shadow of it."""
+    return order.tally if isinstance(order, ReadersFirst) else NO_ENDS
 
 
 @ORDERS.register("readers", stands_for="gittins", reads_forecasts=True)

@@ -42,6 +42,10 @@ class GuardTally:
     later_s: float = 0.0
 
 
+NO_ENDS = GuardTally()
+"""Before any has ended."""
+
+
 class ShadowFcfs:
     """Times of arrival order, from the work that each request finds.
 
@@ -51,7 +55,7 @@ class ShadowFcfs:
 
     def __init__(self) -> None:
         self.guard_s = math.inf
-        self.tally = GuardTally()
+        self.tally = NO_ENDS
         self._latest: deque[float] = deque(maxlen=WINDOW)
         self._num_arrived = 0
         self._open: dict[str, tuple[float, float]] = {}  # seconds of the shadow, and the guard as it stood

@@ -16,7 +16,7 @@ UNKNOWN_CONTEXT = 256.0
 """Tokens of context of a row, where none runs."""
 
 
-class Places:
+class PlaceLimit:
     """Bounds the requests that execute at once.
 
     Args:

@@ -59,7 +59,7 @@ from farsight.policies.replica.facts import (
 )
 from farsight.policies.replica.mirror import WorkerMirror
 from farsight.policies.replica.order_check import OffloadClient, OffloadTally
-from farsight.policies.replica.places import Places
+from farsight.policies.replica.places import PlaceLimit
 from farsight.policies.replica.planner import NO_BUDGET, ReplicaPlans, StepBudget
 from farsight.policies.replica.step_selector import StepSelector
 from farsight.policies.tenancy.fair_shares import FairShares
@@ -74,7 +74,7 @@ class SchedulerLimits:
 
     Attributes:
         max_num_seqs: Most requests that execute; the worker's own bound of a step.
-        places_by_price: As ``Places.by_price``.
+        places_by_price: As ``PlaceLimit.by_price``.
         standby_slots: Requests shipped ahead so that a place never stays empty for a round trip.
         grant_lead_s: A grant is renewed when less than this many seconds are left, so that no request waits between
             the end of its grant and the plan that follows the report of it; a grant lasts at least twice as long. 0
@@ -106,7 +106,7 @@ class ReplicaScheduler:
         self.limits = limits
         self._mirror = mirror = WorkerMirror(policies.order.changed)
         self.shares = shares = FairShares(limits.max_num_seqs)
-        self.places = places = Places(limits.max_num_seqs, by_price=limits.places_by_price)
+        self.places = places = PlaceLimit(limits.max_num_seqs, by_price=limits.places_by_price)
         self._trace = DecisionTrace(policies, places, mirror.requests, mirror.admitted, shares)
         self._promises = PromiseMaker(limits.max_num_seqs)
         self._just_enough = JustEnough(self._promises.laws, limits.grant_lead_s)

@@ -20,7 +20,7 @@ class Record:
 
     Attributes:
         max_gap_s: Longest time between two of its tokens (MTPOT).
-        late_s: Seconds that its reader has waited for tokens, from the first one on; 0 where nobody reads.
+        late_s: Seconds that its reader has waited for tokens, from the first one on; 0 where no one reads.
         num_evictions: Number of times its KV was dropped.
         num_swaps: Number of times its KV was moved to the host.
         promise: As told on arrival at its replica; None where none was made.
