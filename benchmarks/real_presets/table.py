@@ -85,7 +85,7 @@ CHAT_METRICS = {
 
 
 def chat_table(folder: Path, base: str) -> str:
-    """Returns a row for each setting of chats and system: medians over seeds, and geometric means of the ratios to ``base``.
+    """Returns a row for each setting and system of chats: medians over seeds, geometric means of ratios to ``base``.
 
     How long readers wait is compared by its sum over the seeds: many seeds have none.
     """

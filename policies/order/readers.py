@@ -12,8 +12,8 @@ with ``stream: false``, wants the end. So jobs go in this order:
 No reader waits below his rate for another's sake: jobs of the first kind take places beyond those that a step's price
 asks for (``num_urgent``), and so does a stream that would wait too long for its first token.
 
-Boosts need lengths that are predicted well enough. While fewer than ``LEAST_ACCURACY`` of the pairs that have ended were
-foreseen in their order, jobs of the fourth kind go by arrival.
+Boosts need lengths that are predicted well enough. While fewer than ``LEAST_ACCURACY`` of the pairs that have ended
+were predicted in their order, jobs of the fourth kind go by arrival.
 """
 
 from __future__ import annotations

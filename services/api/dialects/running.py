@@ -114,7 +114,7 @@ class Running:
 
 
 def _reading_rate(generation: Generation, header: str | None) -> float | None:
-    """Returns ``Request.reading_rate``: a program acts on a call once it is whole, so that no one reads a forced one."""
+    """Returns ``Request.reading_rate``: a program acts on a whole call, so that no one reads a forced one."""
     if not generation.stream or (generation.form is not None and generation.form.forced):
         return None
     if header is None:
