@@ -27,5 +27,5 @@ def test_a_stream_is_read_at_the_usual_rate_or_at_that_of_its_header() -> None:
 
 @pytest.mark.parametrize("header", ["fast", "0", "-3", "nan", "inf"])
 def test_a_rate_that_is_none_is_refused(header: str) -> None:
-    with pytest.raises(ApiError, match="x-farsight-reading-rate.*tokens a second above 0"):
+    with pytest.raises(ApiError, match=r"x-farsight-reading-rate.*tokens a second above 0"):
         _reading_rate(generation(stream=True), header)
