@@ -24,6 +24,8 @@ from farsight.services.bench.workloads import drawn_arrivals, make_workload
 
 VLLM = "vllm"
 WORKLOADS = ("hol", "texts")
+"""What servers are measured on."""
+
 CV = 2.0
 """Coefficient of variation of the gaps between arrivals."""
 
@@ -50,15 +52,17 @@ class System:
         name: In tables.
         preset: The preset of a Farsight server; empty for vLLM.
         settings: Entries of ``[scheduler]`` as TOML, in place of the preset's own.
+        places: Most requests that run at once; 0 for those of all systems.
     """
 
     name: str
     preset: str = ""
     settings: tuple[str, ...] = ()
+    places: int = 0
 
     @classmethod
     def parse(cls, text: str) -> System:
-        """From ``vllm``, ``PRESET`` or ``NAME=PRESET:KEY=VALUE,...``.
+        """From ``vllm``, ``PRESET`` or ``NAME=PRESET:KEY=VALUE,...``; ``places`` is the one key of no setting.
 
         Raises:
             ConfigError: It has another form.
@@ -69,7 +73,10 @@ class System:
         preset, _, settings = rest.partition(":")
         if not preset:
             raise ConfigError("--systems", text, "vllm, PRESET, or NAME=PRESET:KEY=VALUE,KEY=VALUE")
-        return cls(name or preset, preset, tuple(filter(None, settings.split(","))))
+        entries = [each for each in settings.split(",") if each]
+        places = [int(each.partition("=")[2]) for each in entries if each.startswith("places=")]
+        rest_of = tuple(each for each in entries if not each.startswith("places="))
+        return cls(name or preset, preset, rest_of, *places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,7 @@ class Bench:
             options = PeerOptions(self.peer_venv, self.model, threads=self.threads, more=more, dtype=self.dtype)
             return vllm_command(options)
         config = folder / f"{system.name}.toml"
-        engine = ["[engine]", f"max_num_seqs = {self.max_num_seqs}"]
+        engine = ["[engine]", f"max_num_seqs = {system.places or self.max_num_seqs}"]
         config.write_text("\n".join([*engine, "[scheduler]", *system.settings, ""]), "utf-8")
         arguments = ["--config", str(config), "--preset", system.preset, "--dtype", self.dtype]
         arguments += ["--threads", str(self.threads)]
