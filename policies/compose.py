@@ -66,8 +66,7 @@ def build_scheduler(
     if row.max_num_seqs:
         limits = replace(limits, max_num_seqs=min(limits.max_num_seqs, row.max_num_seqs))
     max_gap_ms = settings.scheduler.max_gap_ms
-    budget = StepBudget(max_gap_ms / 1e3 if max_gap_ms else math.inf)
-    limits = replace(limits, budget=budget, places_by_price=row.places == "price")
+    limits = replace(limits, budget=StepBudget(max_gap_ms / 1e3 if max_gap_ms else math.inf))
     order = order or row.order
     context = ReplicaContext(settings, limits.max_num_seqs)
     part = ORDERS.find(order)

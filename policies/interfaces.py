@@ -319,9 +319,9 @@ class Order(Explains, ABC):
         """Returns how many seconds the job may run before this order must see it again; infinity for no bound."""
         return math.inf
 
-    def num_urgent(self, now: float) -> int:
-        """Returns how many jobs, the first of ``ranked``, are to run now even where places cost tokens a second."""
-        return 0
+    def num_places(self, most: int, now: float) -> int:
+        """Returns how many jobs are to execute at once now, at most ``most``, the engine's limit."""
+        return most
 
 
 @runtime_checkable

@@ -19,7 +19,6 @@ class Preset:
             workers pull formed batches from one central queue; ``order`` then says how they are formed and chosen.
         max_num_seqs: Most requests that run at once; 0 where the engine's own limit decides.
         weights: As ``EngineConfig.weights``.
-        places: ``price``: the measured price of a step bounds the requests that run at once (``replica.places``).
     """
 
     name: str
@@ -30,7 +29,6 @@ class Preset:
     kv: str
     max_num_seqs: int = 0
     weights: Literal["full", "int4"] = "full"
-    places: Literal["all", "price"] = "all"
 
 
 _PULL = "idle-worker"
@@ -54,7 +52,7 @@ PRESETS: dict[str, Preset] = {
         Preset("conservative", "continuous", "least-work", "fcfs", "conservative", "recompute-newest"),
         Preset("aggressive", "continuous", "least-work", "fcfs", "watermark", "recompute-newest"),
         Preset("preble", "continuous", "e2", "hit-groups", "watermark", "recompute-newest"),
-        Preset("farsight", "continuous", "e2-forecast", "readers", "past-future", "cheapest-victim", places="price"),
+        Preset("farsight", "continuous", "e2-forecast", "readers", "past-future", "cheapest-victim"),
         Preset("farsight-mean", "continuous", "e2-forecast", "gittins", "watermark", "cheapest-victim"),
     )
 }

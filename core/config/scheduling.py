@@ -39,8 +39,6 @@ class SchedulerConfig:
         reading_rate: Tokens a second that the reader of a stream takes in, where its client sends no
             ``x-farsight-reading-rate``. Under the order ``readers`` a stream that is ahead of its reader may stand
             still for others, one that is not goes before all others.
-        first_token_s: Seconds that a stream may wait for its first token under the order ``readers`` rather than take
-            more places than a step's price asks for.
         max_gap_ms: Longest gap between two tokens of a stream that the prompts of other requests may make, in
             milliseconds: so many prompt tokens go into a step as its measured cost allows. Streams that take more than
             half of it by themselves leave prompts as much time as they take. 0 for no bound but
@@ -86,7 +84,6 @@ class SchedulerConfig:
     tail: float = 1.0
     max_pause_s: float = 0.0
     reading_rate: float = 12.0
-    first_token_s: float = 2.0
     max_gap_ms: float = 200.0
     watermark: float = 0.95
     standby_slots: int = 16
@@ -110,7 +107,6 @@ class SchedulerConfig:
         require(0 < self.tail < math.inf, "scheduler.tail", self.tail, "a number > 0")
         require(0 <= self.max_pause_s < math.inf, "scheduler.max_pause_s", self.max_pause_s, "seconds >= 0")
         require(0 < self.reading_rate < math.inf, "scheduler.reading_rate", self.reading_rate, "a number > 0")
-        require(0 <= self.first_token_s < math.inf, "scheduler.first_token_s", self.first_token_s, "seconds >= 0")
         require(0 <= self.max_gap_ms < math.inf, "scheduler.max_gap_ms", self.max_gap_ms, "milliseconds >= 0")
         require(0 < self.watermark <= 1, "scheduler.watermark", self.watermark, "a number > 0 and <= 1")
         require(self.standby_slots >= 0, "scheduler.standby_slots", self.standby_slots, "an integer >= 0")

@@ -3,14 +3,16 @@
 Who reads a stream wants its first token, and then tokens no later than he reads. Who does not read before the end, as
 with ``stream: false``, wants the end. So jobs go in this order:
 
-1. streams whose readers have soon read all that has come (TokenFlow, arXiv 2510.02758, pauses by the same rule),
-2. streams without a first token, by arrival,
+1. streams whose readers have soon read all that has come (TokenFlow, arXiv 2510.02758, pauses by the same rule), by
+   arrival, while they take no more than their share of the places,
+2. streams without a first token, by arrival: each gets a place beyond those that a step's price asks for,
 3. jobs whose guards are about to pass (``policies.order.shadow``),
 4. jobs that no one reads: those that have begun, then by boosted arrival,
-5. streams ahead of their readers by more than coming back takes: they give way, and lose nothing that is seen.
+5. streams of the first kind beyond their share, by arrival,
+6. streams ahead of their readers by more than coming back takes: they give way, and lose nothing that is seen.
 
-No reader waits below his rate for another's sake: jobs of the first kind take places beyond those that a step's price
-asks for (``num_urgent``), and so does a stream that would wait too long for its first token.
+The share of streams is their share of all jobs here: where all cannot be read at once, readers get as much of the
+replica as order of arrival would give them, and those who wait for ends get the rest, one after the other.
 
 Boosts need lengths that are predicted well enough. While fewer than ``LEAST_ACCURACY`` of the pairs that have ended
 were predicted in their order, jobs of the fourth kind go by arrival.
@@ -52,18 +54,17 @@ USUAL_LEN = 256.0
 FORGETTING = 0.02
 """Weight of the latest output in their mean."""
 
-_DUE, _FIRST, _GUARDED, _BEGUN, _BACK, _NEW, _AHEAD = range(7)
+_DUE, _FIRST, _GUARDED, _BEGUN, _BACK, _NEW, _OVER, _AHEAD = range(8)
 
 
 class ReadersFirst(Boosted):
     """``Order`` by urgency, then by what clients see: the kinds of the module, in their order.
 
-    Costs are those of ``Boosted``; ``num_urgent`` is a few numpy operations over all jobs.
+    Costs are those of ``Boosted``; ``num_places`` is a few numpy operations over all jobs.
 
     Args:
         price, theta, tail, max_boost_s: As in ``Boosted``.
         reading_rate: Tokens a second of a reader whose client says none; > 0.
-        first_token_s: Seconds that a stream may wait for its first token rather than take one more place; >= 0.
 
     Raises:
         InvalidValueError: A parameter is out of range.
@@ -77,14 +78,11 @@ class ReadersFirst(Boosted):
         tail: float = 1.0,
         max_boost_s: float = MAX_BOOST_S,
         reading_rate: float = 12.0,
-        first_token_s: float = 2.0,
     ) -> None:
         super().__init__(price, theta=theta, tail=tail, max_boost_s=max_boost_s)
         if not 0 < reading_rate < math.inf:
             raise InvalidValueError("reading_rate", reading_rate, "tokens a second > 0")
-        if not 0 <= first_token_s < math.inf:
-            raise InvalidValueError("first_token_s", first_token_s, "seconds >= 0")
-        self._reading_rate, self._first_token_s = reading_rate, first_token_s
+        self._reading_rate = reading_rate
         self._moves_with_time = True
         self._most = price.max_num_seqs
         self._shadow, self._accuracy = ShadowFcfs(), PairAccuracy()
@@ -168,77 +166,69 @@ class ReadersFirst(Boosted):
     def _num_rows(self) -> int:
         return self._price.max_num_seqs
 
-    def num_urgent(self, now: float) -> int:
-        """Counts the jobs of the first kind, and the streams that have waited long enough for their first tokens."""
-        if not self._rates:
-            return 0
-        kinds, _ = self._kinds(slice(None), now)
-        return int(np.count_nonzero(kinds == _DUE) + np.count_nonzero((kinds == _FIRST) & self._is_late(now)))
-
-    def _is_late(self, now: float) -> NDArray[np.bool_]:
-        prefill_s = self._price.step.prefill_token_s * self._column("missing")
-        late: NDArray[np.bool_] = now + prefill_s >= self._column("arrived_at") + self._first_token_s
-        return late
+    def num_places(self, most: int, now: float) -> int:
+        """Returns the places by price, and one more for each stream without a first token."""
+        num_first = np.count_nonzero((self._column("rate") > 0) & (self._column("generated") == 0)) if self._rates else 0
+        return min(most, self._num_rows + int(num_first))
 
     def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
         self._asked_at = now
-        kinds, keys = self._kinds(rows, now)
-        arrived_at = self._column("arrived_at")[rows]
-        return [self._column("priority")[rows], self._column("deadline_at")[rows], kinds, keys, arrived_at]
+        columns = [self._column("priority"), self._column("deadline_at"), *self._kinds(now), self._column("arrived_at")]
+        return [column[rows] for column in columns]
 
-    def _kinds(self, rows: slice | NDArray[np.int64], now: float) -> tuple[NDArray[np.int64], FloatArray]:
+    def _kinds(self, now: float) -> tuple[NDArray[np.int64], FloatArray]:
         """Returns the kind of each job, shape (n,), and what jobs of one kind go by, in seconds."""
-        arrived_at, read_by = self._column("arrived_at")[rows], self._column("read_by")[rows]
-        has_begun, is_read = self._column("generated")[rows] > 0, self._column("rate")[rows] > 0
-        resident = self._column("resident")[rows]
-        is_ahead = self._look_ahead(rows, now)
+        arrived_at, resident = self._column("arrived_at"), self._column("resident")
+        has_begun, is_read = self._column("generated") > 0, self._column("rate") > 0
         kinds = np.where(has_begun, np.where(resident, _BEGUN, _BACK), _NEW)
-        kinds[~has_begun & self._is_guarded(rows, now)] = _GUARDED
-        kinds[is_read] = np.where(has_begun, np.where(is_ahead, _AHEAD, _DUE), _FIRST)[is_read]
-        by_arrival = (kinds == _FIRST) | (kinds == _GUARDED)
-        keys = np.where(by_arrival, arrived_at, read_by)
-        unread = ~is_read & ~by_arrival
-        keys[unread] = self._boosted_at(rows, arrived_at, resident)[unread]
+        kinds[~has_begun & self._is_guarded(now)] = _GUARDED
+        unread = ~is_read & (kinds != _GUARDED)
+        keys = arrived_at.copy()
+        keys[unread] = self._boosted_at(arrived_at, resident)[unread]
+        kinds[is_read & ~has_begun] = _FIRST
+        streams = np.flatnonzero(is_read & has_begun)
+        if len(streams):
+            ahead = self._look_ahead(streams, now)
+            kinds[streams], keys[streams[ahead]] = np.where(ahead, _AHEAD, _DUE), self._column("read_by")[streams[ahead]]
+            due = streams[~ahead]
+            share = math.ceil(self._num_rows * len(streams) / len(kinds))
+            kinds[due[np.argsort(arrived_at[due], kind="stable")[share:]]] = _OVER
         return kinds, keys
 
-    def _boosted_at(
-        self, rows: slice | NDArray[np.int64], arrived_at: FloatArray, resident: NDArray[np.bool_]
-    ) -> FloatArray:
+    def _boosted_at(self, arrived_at: FloatArray, resident: NDArray[np.bool_]) -> FloatArray:
         share = self._accuracy.share
         if share is not None and share < LEAST_ACCURACY:
             return arrived_at
-        rank = self._column("rank")[rows].copy()
+        rank = self._column("rank").copy()
         rank[resident] /= self._theta
-        boosted: FloatArray = arrived_at - self._boosts(rank, self._column("tokens")[rows])
+        boosted: FloatArray = arrived_at - self._boosts(rank, self._column("tokens"))
         return boosted
 
-    def _look_ahead(self, rows: slice | NDArray[np.int64], now: float) -> NDArray[np.bool_]:
-        """Returns which streams may stand still; keeps it, since one that stands does so until little is left."""
-        ahead, left_s = self._column("ahead")[rows], self._column("read_by")[rows] - now
-        back_s = max(RESUMES_S, STEPS_AHEAD * self._streams_s())
+    def _look_ahead(self, streams: NDArray[np.int64], now: float) -> NDArray[np.bool_]:
+        """Returns which of the begun streams may stand still; keeps it, since one that does stands until little is left.
+
+        Args:
+            streams: Their rows.
+        """
+        ahead, left_s = self._column("ahead")[streams], self._column("read_by")[streams] - now
+        context_len = int(self._column("context")[streams].sum())
+        back_s = max(RESUMES_S, STEPS_AHEAD * self._price.step.step_s(0, len(streams), context_len))
         ahead = (ahead & (left_s >= back_s)) | (left_s >= PAUSES_S / RESUMES_S * back_s)
         if not self._has_room():
             ahead[:] = False  # who stands still would lose KV, which takes longer to come back
-        self._column("ahead")[rows] = ahead
+        self._column("ahead")[streams] = ahead
         return ahead
-
-    def _streams_s(self) -> float:
-        """Returns the seconds of a step of all streams that have begun."""
-        begun = (self._column("rate") > 0) & (self._column("generated") > 0)
-        return self._price.step.step_s(0, int(np.count_nonzero(begun)), int(self._column("context")[begun].sum()))
 
     def _has_room(self) -> bool:
         begun = self._column("generated") > 0
         return bool(self._column("context")[begun].sum() <= SHARE_OF_KV * self._price.capacity)
 
-    def _is_guarded(self, rows: slice | NDArray[np.int64], now: float) -> NDArray[np.bool_]:
+    def _is_guarded(self, now: float) -> NDArray[np.bool_]:
         """Returns which jobs would end behind their guards if they began later than now."""
-        if self._shadow.guard_s == math.inf:
-            return np.zeros(len(self._column("arrived_at")[rows]), np.bool_)
         step, num_rows = self._price.step, self._num_rows
         step_s = step.step_s(0, num_rows, round(num_rows * self._usual_len))
-        stay_s = self._column("tokens")[rows] * step_s + step.prefill_token_s * self._column("missing")[rows]
-        guarded: NDArray[np.bool_] = now + stay_s >= self._column("arrived_at")[rows] + self._shadow.guard_s
+        stay_s = self._column("tokens") * step_s + step.prefill_token_s * self._column("missing")
+        guarded: NDArray[np.bool_] = now + stay_s >= self._column("arrived_at") + self._shadow.guard_s
         return guarded
 
     def explain(self, job: Job, now: float) -> Facts:
@@ -270,5 +260,4 @@ def build_readers(context: ReplicaContext) -> ReadersFirst:
         theta=settings.theta,
         tail=config.tail,
         reading_rate=config.reading_rate,
-        first_token_s=config.first_token_s,
     )

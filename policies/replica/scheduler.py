@@ -59,7 +59,7 @@ from farsight.policies.replica.facts import (
 )
 from farsight.policies.replica.mirror import WorkerMirror
 from farsight.policies.replica.order_check import OffloadClient, OffloadTally
-from farsight.policies.replica.places import PlaceLimit
+from farsight.policies.replica.places import Places
 from farsight.policies.replica.planner import NO_BUDGET, ReplicaPlans, StepBudget
 from farsight.policies.replica.step_selector import StepSelector
 from farsight.policies.tenancy.fair_shares import FairShares
@@ -74,7 +74,6 @@ class SchedulerLimits:
 
     Attributes:
         max_num_seqs: Most requests that execute; the worker's own bound of a step.
-        places_by_price: As ``PlaceLimit.by_price``.
         standby_slots: Requests shipped ahead so that a place never stays empty for a round trip.
         grant_lead_s: A grant is renewed when less than this many seconds are left, so that no request waits between
             the end of its grant and the plan that follows the report of it; a grant lasts at least twice as long. 0
@@ -90,7 +89,6 @@ class SchedulerLimits:
     budget: StepBudget = NO_BUDGET
     gives_way: bool = True
     offload_deadline_s: float = 0.0
-    places_by_price: bool = False
 
 
 class ReplicaScheduler:
@@ -106,7 +104,7 @@ class ReplicaScheduler:
         self.limits = limits
         self._mirror = mirror = WorkerMirror(policies.order.changed)
         self.shares = shares = FairShares(limits.max_num_seqs)
-        self.places = places = PlaceLimit(limits.max_num_seqs, by_price=limits.places_by_price)
+        self.places = places = Places(limits.max_num_seqs, limits.max_num_seqs)
         self._trace = DecisionTrace(policies, places, mirror.requests, mirror.admitted, shares)
         self._promises = PromiseMaker(limits.max_num_seqs)
         self._just_enough = JustEnough(self._promises.laws, limits.grant_lead_s)
@@ -344,7 +342,7 @@ class ReplicaScheduler:
     def _learn_cost(self, cost: StepCost) -> None:
         """Sets the step cost if it has changed; the order then computes every rank again."""
         if self._planner.cost is None or not cost.is_like(self._planner.cost, COST_CHANGE):
-            self._planner.cost = self.places.cost = cost
+            self._planner.cost = cost
             self._price()
 
     def _price(self) -> None:

@@ -18,7 +18,7 @@ from farsight.policies.replica import flex
 from farsight.policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from farsight.policies.replica.mirror import WorkerMirror
 from farsight.policies.replica.order_check import OffloadClient, standing_orders
-from farsight.policies.replica.places import PlaceLimit
+from farsight.policies.replica.places import Places
 from farsight.policies.tenancy.fair_shares import FairShares
 
 
@@ -191,7 +191,7 @@ class StepSelector:
     def __init__(
         self,
         policies: ReplicaPolicies,
-        places: PlaceLimit,
+        places: Places,
         mirror: WorkerMirror,
         shares: FairShares,
         *,
@@ -213,12 +213,12 @@ class StepSelector:
     def choose(self, now: float) -> Generator[Fact, None, bool]:
         """Decides a scheduling point, with a worker; returns False if all jobs here must go: a batch has no room."""
         mirror = self._mirror
+        self._places.num = self.order.num_places(self._places.most, now)
         at_once = self._all_at_once()
         if at_once is not None:
             self.running, self._lets_start = at_once, False
             return (yield from self._finish(KvMoves(), now))
         self.order.refresh(now)
-        self._places.decide(mirror.admitted.values(), self.order.num_urgent(now))
         selection = self._select(now)
         for displaced in selection.displaced:
             yield from self._preempt(displaced, Residency.DEVICE, answers=mirror.short_blocks > 0)
@@ -301,7 +301,7 @@ class StepSelector:
             return None
         running: list[Job] = [each for each in mirror.admitted.values() if not each.stalled]
         next_len = sum([job.prompt_len + job.output_len + 1 for job in running])
-        if len(running) > self._places.decide(running, 0) or next_len > mirror.capacity():
+        if len(running) > self._places.num or next_len > mirror.capacity():
             return None
         return sorted(running, key=lambda job: job.urgency)  # the last gives way if the worker runs short of blocks
 

@@ -13,7 +13,6 @@ from farsight.policies.lengths.accuracy import LEAST_ENDS, PairAccuracy
 from farsight.policies.order.gittins import DecodePrice
 from farsight.policies.order.readers import ReadersFirst
 from farsight.policies.order.shadow import LEAST_ARRIVALS, ShadowFcfs
-from farsight.policies.replica.places import PlaceLimit
 
 PROCESSOR = StepCost(base_s=0.005, prefill_token_s=0.0024, decode_seq_s=0.0032, context_token_s=0.0)
 GPU = StepCost(base_s=0.020, prefill_token_s=0.1e-3, decode_seq_s=0.15e-3, context_token_s=0.0)
@@ -50,13 +49,31 @@ def test_places_are_those_that_a_step_pays_for() -> None:
     assert priced_rows(StepCost(1e-6, 1e-3, 1e-3, 0.0), 200.0, 128) == 4, "the floor"
 
 
-def test_urgent_jobs_take_more_places_and_leave_some_to_the_others() -> None:
-    places = PlaceLimit(128, by_price=True)
-    assert places.decide([], 0) == 128, "before a step has been measured"
-    places.cost = PROCESSOR
-    assert places.decide([], 0) == 15
-    assert places.decide([], 40) == 43
-    assert places.decide([], 500) == 128
+def test_a_stream_without_a_first_token_has_a_place_beyond_those_by_price() -> None:
+    order = order_of(job("whole", 200.0))
+    assert order.num_places(128, 0.0) == 128, "before a step has been measured"
+    order.price(PROCESSOR, 100_000)
+    assert order.num_places(128, 0.0) == 15
+    order.add(stream := job("stream", 200.0, reading_rate=0.0), 0.0)
+    assert order.num_places(128, 0.0) == 16
+    assert order.num_places(12, 0.0) == 12, "the engine's limit"
+    report(order, stream, 1, 1.0)
+    names(order, 1.0)
+    assert order.num_places(128, 1.0) == 15
+
+
+def test_streams_that_are_due_go_first_by_arrival_while_they_have_no_more_than_their_share() -> None:
+    streams = [job(f"stream{number}", 200.0, float(number), reading_rate=0.0) for number in range(20)]
+    wholes = [job(f"whole{number}", 200.0) for number in range(20)]
+    order = order_of(*streams, *wholes)
+    order.price(PROCESSOR, 100_000)
+    for each in streams:
+        report(order, each, 1, 30.0)
+    ranked = names(order, 30.0)
+    share = math.ceil(15 * 20 / 40)
+    assert ranked[:share] == [each.request_id for each in streams[:share]]
+    assert set(ranked[share:][: len(wholes)]) == {each.request_id for each in wholes}
+    assert ranked[share + len(wholes) :] == [each.request_id for each in streams[share:]]
 
 
 def test_a_stream_goes_first_until_its_reader_is_ahead_and_again_before_he_has_read_all() -> None:
@@ -65,10 +82,8 @@ def test_a_stream_goes_first_until_its_reader_is_ahead_and_again_before_he_has_r
     assert names(order, 0.0) == ["stream", "whole"], "its first token goes before an end"
     report(order, stream, 1, 1.0)
     assert names(order, 1.0) == ["stream", "whole"], "a reader who has read all but one"
-    assert order.num_urgent(1.0) == 1
     report(order, stream, 41, 2.0)
     assert names(order, 2.0) == ["whole", "stream"], "he reads for four seconds"
-    assert order.num_urgent(2.0) == 0
     assert names(order, 4.5) == ["whole", "stream"]
     assert names(order, 5.4) == ["stream", "whole"], "before he has read all"
 
@@ -80,12 +95,6 @@ def test_a_full_step_is_one_of_the_places_by_price() -> None:
     names(order, 0.0)
     expected_s = 250 * PROCESSOR.step_s(0, 15, 0)
     assert float(order.explain(long, 0.0)["boost_s"]) == pytest.approx(expected_s, rel=0.05), "not of 128 rows"
-
-
-def test_a_first_token_takes_a_place_of_its_own_once_it_is_late() -> None:
-    order = order_of(job("stream", 200.0, reading_rate=0.0))
-    assert order.num_urgent(0.0) == 0
-    assert order.num_urgent(2.0) == 1
 
 
 def test_a_reader_who_waited_is_not_owed_what_he_missed() -> None:
