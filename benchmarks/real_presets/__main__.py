@@ -48,7 +48,7 @@ def main() -> None:
         simulate(bench, Machine(*hardware(None, None, None, args.profile), chats), systems, runs, args.out)
         return
     if args.what == "record":
-        record(args.url, args.model, args.prompts, args.requests, args.seed, args.temperature, args.out)
+        record(args.url, args.model, args.prompts, args.requests, args.seed, args.out)
         return
     sys.exit(RUNS_ARE_MISSING if _run(args) else 0)
 
@@ -56,7 +56,8 @@ def main() -> None:
 def _run(args: argparse.Namespace) -> int:
     """How many runs are missing after this part."""
     args.out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(args.model, args.requests, args.max_num_seqs, args.threads, args.dtype, args.texts, args.peer_venv)
+    of_servers = (args.threads, args.dtype, args.texts, args.peer_venv, args.chats)
+    bench = Bench(args.model, args.requests, args.max_num_seqs, *of_servers)
     systems = [System.parse(each) for each in args.systems]
 
     def still_missing() -> list[Run]:
@@ -80,6 +81,7 @@ def _parse() -> argparse.Namespace:
     run.add_argument("--dtype", default="bfloat16", help="of all servers; float32 where processors lack bfloat16")
     run.add_argument("--for-s", type=float, default=math.inf, help="end after so many seconds, to go on later")
     run.add_argument("--texts", type=Path, help="file of the eight tasks, for the workload texts")
+    run.add_argument("--chats", type=Path, help="file that record has written, for the workloads of chats")
     run.add_argument("--peer-venv", type=Path, help="where vLLM is installed, for the system vllm")
     virtual = what.add_parser("simulate", help="the cells of hol in virtual time")
     _add_cells(virtual)
@@ -92,7 +94,6 @@ def _parse() -> argparse.Namespace:
     asked.add_argument("--prompts", type=Path, required=True, help="texts or chats, as for farsight bench")
     asked.add_argument("--requests", type=int, default=200)
     asked.add_argument("--seed", type=int, default=1)
-    asked.add_argument("--temperature", type=float, default=0.7)
     asked.add_argument("--out", type=Path, required=True)
     show = what.add_parser("table", help="what has been measured")
     show.add_argument("--out", type=Path, required=True)

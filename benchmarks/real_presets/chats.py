@@ -1,4 +1,4 @@
-"""Chats with the lengths that a real model gave them, half of them streamed, as traffic of the simulator.
+"""Chats with the lengths that a real model gave them, half of them streamed, for the simulator and for servers.
 
 A file of chats has JSON lines with ``prompt``, ``prompt_tokens`` and ``output_tokens``: what a model answered to real
 prompts until it ended by itself or reached the limit. ``record`` writes one from any OpenAI-compatible server.
@@ -17,14 +17,21 @@ from farsight.core.forecast import Example, Forecast, ForecastQuestion
 from farsight.predictor.history import HistoryPredictor
 from farsight.predictor.text_predictor import TextPredictor
 from farsight.predictor.training import RECIPES, train
+from farsight.services.bench.answers import Answer
 from farsight.services.bench.datasets import chat_requests
 from farsight.services.bench.load import Connection, measure
-from farsight.services.bench.targets import BenchTarget, BodyForm, make_call
+from farsight.services.bench.requests import BenchRequest
+from farsight.services.bench.statistics import Metrics, distribution, error_kinds, run_metrics
+from farsight.services.bench.targets import BenchTarget, BodyForm, Call, make_call
 from farsight.services.bench.workloads import drawn_arrivals
 from farsight.simulator.traffic.workload import SimRequest
 
 LIMIT = 256
 """``max_tokens`` of every chat."""
+
+TEMPERATURE = 0.7
+IN_FLIGHT = 16
+"""Chats in flight while a file of them is written, and while a server learns from the first."""
 
 READING_RATE = 12.0
 """Tokens a second that the reader of a stream takes in."""
@@ -78,7 +85,20 @@ def _with_forecasts(chats: Sequence[Chat], folds: int) -> list[Chat]:
     return found
 
 
-def chat_arrivals(chats: Sequence[Chat], num: int, rate: float, workload: str, seed: int) -> list[SimRequest]:
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A chat that comes.
+
+    Attributes:
+        is_read: Whether it is streamed, and read as it comes.
+    """
+
+    at: float
+    chat: Chat
+    is_read: bool
+
+
+def draw(chats: Sequence[Chat], num: int, rate: float, workload: str, seed: int) -> list[Drawn]:
     """Returns ``num`` chats, drawn with replacement, in the order of their arrivals.
 
     Args:
@@ -90,22 +110,67 @@ def chat_arrivals(chats: Sequence[Chat], num: int, rate: float, workload: str, s
     burst = BURST if workload == "chats-burst" else 0
     times = drawn_arrivals(num - burst, rate, GAPS[workload], seed)
     times = sorted([*times, *[times[len(times) // 2]] * burst])
-    return [_arrival(number, rng.choice(chats), at, rng.random() < STREAMED) for number, at in enumerate(times)]
+    return [Drawn(at, rng.choice(chats), rng.random() < STREAMED) for at in times]
 
 
-def _arrival(number: int, chat: Chat, at: float, is_read: bool) -> SimRequest:
-    return SimRequest(
-        f"r{number}",
-        at,
-        chat.prompt_len,
-        chat.output_len,
-        LIMIT,
-        forecast=chat.forecast,
-        reading_rate=READING_RATE if is_read else None,
-    )
+def simulated(drawn: Sequence[Drawn]) -> list[SimRequest]:
+    """Returns the chats as traffic of the simulator."""
+    return [
+        SimRequest(
+            f"r{number}",
+            each.at,
+            each.chat.prompt_len,
+            each.chat.output_len,
+            LIMIT,
+            forecast=each.chat.forecast,
+            reading_rate=READING_RATE if each.is_read else None,
+        )
+        for number, each in enumerate(drawn)
+    ]
 
 
-def record(url: str, model: str, prompts: Path, num: int, seed: int, temperature: float, out: Path) -> None:
+def serve(target: BenchTarget, drawn: Sequence[Drawn], in_flight: int = 0) -> Metrics:
+    """Sends the chats to a server when they are due, and measures what their clients see.
+
+    Args:
+        in_flight: Chats in flight, whenever they are due; 0 for their own times.
+
+    Raises:
+        RuntimeError: A request failed.
+    """
+    form = BodyForm("chat", temperature=TEMPERATURE, ignore_eos=False)
+    requests = [BenchRequest(number, LIMIT, text=each.chat.prompt) for number, each in enumerate(drawn)]
+    calls = [make_call(each, target.model, form, 0) for each in requests]
+    calls = [call if each.is_read else _as_a_whole(call) for call, each in zip(calls, drawn, strict=True)]
+    result = measure(target, calls, Connection(form), in_flight or [each.at for each in drawn])
+    if failed := error_kinds(result.answers):
+        raise RuntimeError(f"{target.label}: {failed}")
+    read = [answer for answer in result.answers if drawn[answer.id].is_read]
+    unread_s = [answer.jct_s for answer in result.answers if not drawn[answer.id].is_read]
+    return run_metrics(result) | seen(unread_s, [each.ttft_s for each in read], [_late_s(each) for each in read])
+
+
+def _as_a_whole(call: Call) -> Call:
+    body = json.loads(call.body) | {"stream": False}
+    del body["stream_options"]
+    return replace(call, body=json.dumps(body).encode())
+
+
+def _late_s(answer: Answer) -> float:
+    """Returns the seconds that the reader of an answer has waited for tokens, from the first one on."""
+    read_s = answer.tokens_per_gap / READING_RATE
+    return max(at - answer.chunks_at[0] - number * read_s for number, at in enumerate(answer.chunks_at))
+
+
+def seen(unread_s: Sequence[float], first_s: Sequence[float], late_s: Sequence[float]) -> Metrics:
+    """Returns what clients see, from seconds: ends of who does not read, first tokens and waits of readers."""
+    metrics: Metrics = {}
+    for name, values in (("unread_jct_ms", unread_s), ("read_ttft_ms", first_s), ("read_late_ms", late_s)):
+        metrics |= distribution(name, [1000 * each for each in values])
+    return metrics
+
+
+def record(url: str, model: str, prompts: Path, num: int, seed: int, out: Path) -> None:
     """Asks a server for the answers of ``num`` chats, and writes the file of them.
 
     Args:
@@ -115,16 +180,15 @@ def record(url: str, model: str, prompts: Path, num: int, seed: int, temperature
         RuntimeError: A request failed.
     """
     requests = chat_requests(prompts, num, seed, LIMIT)
-    form = BodyForm("chat", temperature=temperature, ignore_eos=False)
+    form = BodyForm("chat", temperature=TEMPERATURE, ignore_eos=False)
     calls = [make_call(each, model, form, 0) for each in requests]
-    answers = {
-        each.id: each for each in measure(BenchTarget("server", url, model), calls, Connection(form), 16).answers
-    }
+    answers = measure(BenchTarget("server", url, model), calls, Connection(form), IN_FLIGHT).answers
+    if failed := error_kinds(answers):
+        raise RuntimeError(f"{url}: {failed}")
+    by_id = {each.id: each for each in answers}
     rows = []
     for request in requests:
-        answer = answers[request.id]
-        if answer.failure is not None:
-            raise RuntimeError(f"request {request.id}: {answer.failure}")
+        answer = by_id[request.id]
         row = {"prompt": request.text, "prompt_tokens": answer.prompt_tokens, "output_tokens": answer.num_tokens}
         rows.append(json.dumps(row, ensure_ascii=False))
     out.write_text("\n".join([*rows, ""]), "utf-8")

@@ -18,7 +18,7 @@ from benchmarks.real_presets.cells import (
     known_capacity,
     run_arrivals,
 )
-from benchmarks.real_presets.chats import GAPS, Chat, chat_arrivals
+from benchmarks.real_presets.chats import GAPS, Chat, draw, seen, simulated
 from farsight.core.config.scheduling import SchedulerConfig
 from farsight.policies.compose import build_router, configured_replica
 from farsight.services.bench.requests import BenchRequest
@@ -84,7 +84,7 @@ class Machine:
     def capacity(self, bench: Bench, system: System, workload: str) -> float:
         """The requests per second that a system gets through, as ``cells.measure_capacity`` measures them."""
         if workload in GAPS:
-            arrivals = chat_arrivals(self.chats, MOST_FOR_CAPACITY, 1.0, workload, 0)
+            arrivals = simulated(draw(self.chats, MOST_FOR_CAPACITY, 1.0, workload, 0))
         else:
             requests = bench.requests(workload, 0)[:MOST_FOR_CAPACITY]
             arrivals = _arrivals(requests, [0.0] * len(requests))
@@ -98,7 +98,7 @@ class Machine:
             per_s: Requests per second at a load of 1.
         """
         if run.workload in GAPS:
-            arrivals = chat_arrivals(self.chats, bench.num_requests, run.load * per_s, run.workload, run.seed)
+            arrivals = simulated(draw(self.chats, bench.num_requests, run.load * per_s, run.workload, run.seed))
         else:
             requests = bench.requests(run.workload, run.seed)
             arrivals = _arrivals(requests, run_arrivals(run, len(requests), per_s))
@@ -110,12 +110,11 @@ class Machine:
             ("jct_ms", [record.jct_s for record in done]),
             ("ttft_ms", [record.ttft_s for record in done]),
             ("mtpot_ms", [record.max_gap_s for record in done]),
-            ("unread_jct_ms", [record.jct_s for record in done if record.arrival.reading_rate is None]),
-            ("read_ttft_ms", [record.ttft_s for record in done if record.arrival.reading_rate]),
-            ("read_late_ms", [record.late_s for record in done if record.arrival.reading_rate]),
         ):
             metrics |= distribution(name, [1000 * each for each in seconds])
-        return metrics
+        read = [record for record in done if record.arrival.reading_rate]
+        unread_s = [record.jct_s for record in done if record.arrival.reading_rate is None]
+        return metrics | seen(unread_s, [record.ttft_s for record in read], [record.late_s for record in read])
 
 
 def simulate(bench: Bench, machine: Machine, systems: Sequence[System], runs: Sequence[Run], folder: Path) -> None:
