@@ -45,6 +45,9 @@ PAUSES_S = 1.5
 STEPS_AHEAD = 3
 """Steps of all streams that a stream needs at least to come back, where steps are long."""
 
+WEIGHT = 0.85
+"""Of a stream among all jobs, where places are shared out: readers who are far ahead leave what they do not need."""
+
 LEAST_ACCURACY = 0.6
 """Share of ended pairs that must have been predicted in their order; a coin has 0.5."""
 
@@ -168,8 +171,8 @@ class ReadersFirst(Boosted):
 
     def num_places(self, most: int, now: float) -> int:
         """Returns the places by price, and one more for each stream without a first token."""
-        num_first = np.count_nonzero((self._column("rate") > 0) & (self._column("generated") == 0)) if self._rates else 0
-        return min(most, self._num_rows + int(num_first))
+        is_first = (self._column("rate") > 0) & (self._column("generated") == 0)
+        return min(most, self._num_rows + int(np.count_nonzero(is_first)))
 
     def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
         self._asked_at = now
@@ -189,10 +192,12 @@ class ReadersFirst(Boosted):
         streams = np.flatnonzero(is_read & has_begun)
         if len(streams):
             ahead = self._look_ahead(streams, now)
-            kinds[streams], keys[streams[ahead]] = np.where(ahead, _AHEAD, _DUE), self._column("read_by")[streams[ahead]]
+            kinds[streams] = np.where(ahead, _AHEAD, _DUE)
+            keys[streams[ahead]] = self._column("read_by")[streams[ahead]]
             due = streams[~ahead]
-            share = math.ceil(self._num_rows * len(streams) / len(kinds))
-            kinds[due[np.argsort(arrived_at[due], kind="stable")[share:]]] = _OVER
+            weight = WEIGHT * len(streams)
+            most = math.ceil(self._num_rows * weight / (weight + np.count_nonzero(~is_read)))
+            kinds[due[np.argsort(arrived_at[due], kind="stable")[most:]]] = _OVER
         return kinds, keys
 
     def _boosted_at(self, arrived_at: FloatArray, resident: NDArray[np.bool_]) -> FloatArray:
@@ -205,7 +210,7 @@ class ReadersFirst(Boosted):
         return boosted
 
     def _look_ahead(self, streams: NDArray[np.int64], now: float) -> NDArray[np.bool_]:
-        """Returns which of the begun streams may stand still; keeps it, since one that does stands until little is left.
+        """Returns which of the begun streams may stand still; keeps it: one that does so stands until little is left.
 
         Args:
             streams: Their rows.
