@@ -105,6 +105,28 @@ FREE_IMAGES = ImageCost()
 """Cost of pictures where there is no encoder, or nothing is known of its speed."""
 
 
+BASE_SHARE = 0.1
+"""Share of a step that ``base_s`` may take: what more rows than ``priced_rows`` could gain in tokens a second."""
+
+FEWEST_ROWS = 4
+"""Fewest rows that are worth a step, however cheap ``base_s`` is."""
+
+
+def priced_rows(cost: StepCost, context_len: float, most: int) -> int:
+    """Returns the fewest sequences with which ``base_s`` takes ``BASE_SHARE`` of a step that decodes.
+
+    More of them yield next to no more tokens a second: they make all others slower.
+
+    Args:
+        context_len: Mean context of a sequence, in tokens.
+        most: The engine's limit, which is the answer where a sequence costs nothing of its own.
+    """
+    row_s = cost.decode_seq_s + cost.context_token_s * context_len
+    if row_s <= 0:
+        return most
+    return min(most, max(FEWEST_ROWS, math.ceil((1 - BASE_SHARE) / BASE_SHARE * cost.base_s / row_s)))
+
+
 def row_shares(
     cost: StepCost, rows: Iterable[tuple[int, int]], max_num_seqs: int, capacity: int, num_steps: int = 1
 ) -> list[float]:

@@ -346,6 +346,8 @@ class Request:
         weight: Share of the tenant relative to the others'; > 0.
         slo: From when a scheduler gets the request, as ``deadline_s``.
         images: The images among its prompt's tokens, in their order.
+        reading_rate: Tokens a second that its client reads of a stream as they come; 0 for the server's usual rate
+            (``[scheduler] reading_rate``); None where no one reads before the end.
     """
 
     request_id: str
@@ -367,6 +369,7 @@ class Request:
     model_version: int = 0
     slo: Slo = NO_SLO
     images: tuple[ImageSpan, ...] = ()
+    reading_rate: float | None = None
 
     def __post_init__(self) -> None:
         if self.images:
@@ -377,6 +380,8 @@ class Request:
         ok = self.deadline_s is None or (math.isfinite(self.deadline_s) and self.deadline_s >= 0)
         _require(ok, "deadline_s", self.deadline_s, "a finite number >= 0, or none")
         _require(0 < self.weight < math.inf, "weight", self.weight, "a finite number > 0")
+        ok = self.reading_rate is None or 0 <= self.reading_rate < math.inf
+        _require(ok, "reading_rate", self.reading_rate, "a finite number of tokens a second >= 0, or none")
 
     @property
     def prompt_len(self) -> int:

@@ -131,6 +131,7 @@ class PlanExecutor(ABC):
         self._lease = 0
         self._plan_seq = 0
         self._reserve_blocks = self._prompt_tokens = 0
+        self._places = limits.max_num_seqs
         self._vacated = 0  # slots of this plan, standbys aside, that have ended: places a standby may take
         self._num_absent = 0  # slots of this plan whose payload has not come
         self._report_seq = 0
@@ -292,6 +293,7 @@ class PlanExecutor(ABC):
         self._plan_seq = plan.plan_seq
         self.revision += 1
         self._reserve_blocks, self._prompt_tokens = plan.reserve_blocks, plan.prompt_tokens
+        self._places = min(plan.places or self.limits.max_num_seqs, self.limits.max_num_seqs)
         self._bury(plan.as_of_report_seq)
         self._vacated = sum(
             not slot.standby and (slot.request_id, slot.attempt) in self._tombstones for slot in plan.slots

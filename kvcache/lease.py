@@ -178,7 +178,7 @@ class LeaseExecutor(PlanExecutor):
         draft = BatchDraft(most, prompts, within_grants)
         credit = self._standby_credit()
         for held in ranked:
-            if len(draft.items) >= self.limits.max_num_seqs or draft.tokens_left == 0:
+            if len(draft.items) >= self._places or draft.tokens_left == 0:
                 break
             if held.request_id in self._stalled or held.copy_id is not None or held.residency is Residency.HOST:
                 continue

@@ -41,6 +41,7 @@ class Job:
         host_len: Known tokens whose KV is on the host.
         last_ran_at: Instant of its latest step; its arrival before the first.
         tenant, weight: As in ``Request``; only the composition of orders reads them (``policies.tenancy``).
+        reading_rate: As in ``Request``.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class Job:
     last_ran_at: float = -math.inf
     tenant: str = ""
     weight: float = 1.0
+    reading_rate: float | None = None
 
     def __post_init__(self) -> None:
         self.last_ran_at = max(self.last_ran_at, self.arrived_at)
@@ -81,6 +83,7 @@ class Job:
             output_len=len(request.output_ids),
             tenant=request.tenant,
             weight=request.weight,
+            reading_rate=request.reading_rate,
             **own,
         )
 
@@ -315,6 +318,10 @@ class Order(Explains, ABC):
     def slice_s(self, job: Job) -> float:
         """Returns how many seconds the job may run before this order must see it again; infinity for no bound."""
         return math.inf
+
+    def num_places(self, most: int, now: float) -> int:
+        """Returns how many jobs are to execute at once now, at most ``most``, the engine's limit."""
+        return most
 
 
 @runtime_checkable

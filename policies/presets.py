@@ -52,7 +52,7 @@ PRESETS: dict[str, Preset] = {
         Preset("conservative", "continuous", "least-work", "fcfs", "conservative", "recompute-newest"),
         Preset("aggressive", "continuous", "least-work", "fcfs", "watermark", "recompute-newest"),
         Preset("preble", "continuous", "e2", "hit-groups", "watermark", "recompute-newest"),
-        Preset("farsight", "continuous", "e2-forecast", "boosted", "past-future", "cheapest-victim"),
+        Preset("farsight", "continuous", "e2-forecast", "readers", "past-future", "cheapest-victim"),
         Preset("farsight-mean", "continuous", "e2-forecast", "gittins", "watermark", "cheapest-victim"),
     )
 }

@@ -144,6 +144,12 @@ class EngineMetrics(_ReplicaMetrics):
         self._scheduling_cpu = self._of(Counter, "farsight:scheduling_cpu_seconds", text)
         text = "Sequences taken out of the running batch."
         self._preemptions = self._of(Counter, "vllm:num_preemptions", text)
+        text = "Sequences that the price of a step lets run at once."
+        self._places = self._of(Gauge, "farsight:places", text)
+        text = "Requests that ended later than 99 of 100 would have in order of arrival."
+        self._guard_violations = self._of(Counter, "farsight:guard_violations", text)
+        text = "By how much requests ended earlier, and later, than in order of arrival."
+        self._beside_arrival = self._of(Counter, "farsight:seconds_beside_arrival_order", text, "way")
         text = "Prompt tokens looked for in the prefix cache."
         self._prefix_queries = self._of(Counter, "vllm:prefix_cache_queries", text)
         self._prefix_hits = self._of(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
@@ -160,6 +166,16 @@ class EngineMetrics(_ReplicaMetrics):
         """Sets the numbers of requests that run and that wait."""
         self._running().set(running)
         self._waiting().set(waiting)
+
+    def set_places(self, num: int) -> None:
+        """Sets how many sequences may run at once."""
+        self._places().set(num)
+
+    def beside_arrival_order(self, violations: int, earlier_s: float, later_s: float) -> None:
+        """Adds what ended since the last call; the seconds are sums over requests."""
+        self._guard_violations().inc(violations)
+        for way, seconds in (("earlier", earlier_s), ("later", later_s)):
+            self._beside_arrival(way=way).inc(seconds)
 
     def set_kv(self, usage: KVUsage) -> None:
         """Sets the KV blocks in use on device and host and in flight, and the sizes of the pools."""

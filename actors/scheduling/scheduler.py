@@ -39,6 +39,8 @@ from farsight.core.messages.requests import Key, Keys, Refusal, Refusals, Submit
 from farsight.core.messages.step_times import ReplicaStepProfile, StepSample, StepSamples
 from farsight.policies.compose import configured_replica, is_batch_mode
 from farsight.policies.event_log import MachineConfig
+from farsight.policies.order.readers import tally_of
+from farsight.policies.order.shadow import NO_ENDS
 from farsight.policies.replica.decision_trace import account_closed
 from farsight.policies.replica.events import (
     AccountClosed,
@@ -137,6 +139,7 @@ class Scheduler(Component, SchedulerCalls):
         self._offload_metrics = OffloadMetrics(context.registry, config.model.name, self._replica)
         self._counted_preemptions = 0
         self._counted_offloads = OffloadTally()
+        self._counted_guard = NO_ENDS
         self._num_started = self._num_ended = self._num_plans = 0
         self._closed: deque[bytes] = deque(maxlen=MAX_RECENT)
         append = context.peers.log_store().append
@@ -411,6 +414,14 @@ class Scheduler(Component, SchedulerCalls):
         self._metrics.set_queues(machine.num_admitted, machine.num_waiting)
         self._metrics.preempted(machine.num_preemptions - self._counted_preemptions)
         self._counted_preemptions = machine.num_preemptions
+        self._metrics.set_places(machine.places.num)
+        guard, counted = tally_of(machine.order), self._counted_guard
+        self._metrics.beside_arrival_order(
+            guard.num_violations - counted.num_violations,
+            guard.earlier_s - counted.earlier_s,
+            guard.later_s - counted.later_s,
+        )
+        self._counted_guard = guard
         tally, known = machine.offload_tally, self._counted_offloads
         self._offload_metrics.decided(
             tally.answered - known.answered,

@@ -8,7 +8,9 @@ it was. With ``--for-s`` it ends after so many seconds, with status 3 while runs
 ``python -m benchmarks.real_presets table --out DIR`` puts together what there is.
 
 ``python -m benchmarks.real_presets simulate --profile FILE --out DIR`` runs the cells of ``hol`` in the simulator, with
-the prices of a machine as ``farsight profile`` measures them, into a folder of their own for the same table.
+the prices of a machine as ``farsight profile`` measures them, into a folder of their own for the same table. With
+``--workloads chats chats-cv3 chats-burst --chats FILE --max-num-seqs 128`` the requests are chats with the lengths that
+a real model gave them (``record`` asks one), half of them streamed; ``table --chats`` says what their clients see.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import sys
 from pathlib import Path
 
 from benchmarks.real_presets.cells import WORKLOADS, Bench, Run, System, missing
+from benchmarks.real_presets.chats import GAPS, read_chats, record
 from benchmarks.real_presets.part import measure_part
 from benchmarks.real_presets.simulated import Machine, simulate
-from benchmarks.real_presets.table import plot, table
+from benchmarks.real_presets.table import chat_table, plot, table
 from farsight.services.commands.simulate import hardware
 
 RUNS_ARE_MISSING = 3
@@ -32,16 +35,20 @@ def main() -> None:
     """Runs cells, or prints the table of all that have been run."""
     args = _parse()
     if args.what == "table":
-        print(table(args.out, args.bases))
+        print(chat_table(args.out, args.bases[0]) if args.chats else table(args.out, args.bases))
         if args.picture is not None:
             plot(args.out, args.picture)
         return
     if args.what == "simulate":
         args.out.mkdir(parents=True, exist_ok=True)
         systems = [System.parse(each) for each in args.systems]
-        runs = missing([each.name for each in systems], ["hol"], args.loads, args.seeds, args.out)
+        runs = missing([each.name for each in systems], args.workloads, args.loads, args.seeds, args.out)
         bench = Bench(args.out, args.requests, args.max_num_seqs)
-        simulate(bench, Machine(*hardware(None, None, None, args.profile)), systems, runs, args.out)
+        chats = () if args.chats is None else read_chats(args.chats)
+        simulate(bench, Machine(*hardware(None, None, None, args.profile), chats), systems, runs, args.out)
+        return
+    if args.what == "record":
+        record(args.url, args.model, args.prompts, args.requests, args.seed, args.out)
         return
     sys.exit(RUNS_ARE_MISSING if _run(args) else 0)
 
@@ -49,7 +56,8 @@ def main() -> None:
 def _run(args: argparse.Namespace) -> int:
     """How many runs are missing after this part."""
     args.out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(args.model, args.requests, args.max_num_seqs, args.threads, args.dtype, args.texts, args.peer_venv)
+    of_servers = (args.threads, args.dtype, args.texts, args.peer_venv, args.chats)
+    bench = Bench(args.model, args.requests, args.max_num_seqs, *of_servers)
     systems = [System.parse(each) for each in args.systems]
 
     def still_missing() -> list[Run]:
@@ -73,13 +81,24 @@ def _parse() -> argparse.Namespace:
     run.add_argument("--dtype", default="bfloat16", help="of all servers; float32 where processors lack bfloat16")
     run.add_argument("--for-s", type=float, default=math.inf, help="end after so many seconds, to go on later")
     run.add_argument("--texts", type=Path, help="file of the eight tasks, for the workload texts")
+    run.add_argument("--chats", type=Path, help="file that record has written, for the workloads of chats")
     run.add_argument("--peer-venv", type=Path, help="where vLLM is installed, for the system vllm")
     virtual = what.add_parser("simulate", help="the cells of hol in virtual time")
     _add_cells(virtual)
+    virtual.add_argument("--workloads", nargs="+", choices=("hol", *GAPS), default=["hol"])
+    virtual.add_argument("--chats", type=Path, help="file that record has written, for the workloads of chats")
     virtual.add_argument("--profile", type=Path, required=True, help="prices of the machine, from farsight profile")
+    asked = what.add_parser("record", help="write a file of chats: what a server answers to real prompts")
+    asked.add_argument("--url", required=True)
+    asked.add_argument("--model", required=True, help="its name there")
+    asked.add_argument("--prompts", type=Path, required=True, help="texts or chats, as for farsight bench")
+    asked.add_argument("--requests", type=int, default=200)
+    asked.add_argument("--seed", type=int, default=1)
+    asked.add_argument("--out", type=Path, required=True)
     show = what.add_parser("table", help="what has been measured")
     show.add_argument("--out", type=Path, required=True)
     show.add_argument("--bases", nargs="+", default=["fcfs", "vllm"], help="systems of the ratios")
+    show.add_argument("--chats", action="store_true", help="what the clients of chats see, beside the first base")
     show.add_argument("--picture", type=Path, help="write a picture here")
     return parser.parse_args()
 

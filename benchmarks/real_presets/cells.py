@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.common.servers import RunningServer, ServerCommand, farsight_command, vocab_size
 from benchmarks.peers.commands import PeerOptions, vllm_command
+from benchmarks.real_presets import chats
 from farsight.core.errors import ConfigError
 from farsight.services.bench.datasets import text_requests
 from farsight.services.bench.load import Connection, measure
@@ -23,7 +24,12 @@ from farsight.services.bench.targets import BenchTarget, BodyForm, make_call
 from farsight.services.bench.workloads import drawn_arrivals, make_workload
 
 VLLM = "vllm"
-WORKLOADS = ("hol", "texts")
+WORKLOADS = ("hol", "texts", *chats.GAPS)
+"""What servers are measured on."""
+
+LEARNED = 60
+"""Chats that a server answers before those that are measured, so that its forecasts have begun."""
+
 CV = 2.0
 """Coefficient of variation of the gaps between arrivals."""
 
@@ -50,15 +56,17 @@ class System:
         name: In tables.
         preset: The preset of a Farsight server; empty for vLLM.
         settings: Entries of ``[scheduler]`` as TOML, in place of the preset's own.
+        places: Most requests that run at once; 0 for those of all systems.
     """
 
     name: str
     preset: str = ""
     settings: tuple[str, ...] = ()
+    places: int = 0
 
     @classmethod
     def parse(cls, text: str) -> System:
-        """From ``vllm``, ``PRESET`` or ``NAME=PRESET:KEY=VALUE,...``.
+        """From ``vllm``, ``PRESET`` or ``NAME=PRESET:KEY=VALUE,...``; ``places`` is the one key of no setting.
 
         Raises:
             ConfigError: It has another form.
@@ -69,7 +77,10 @@ class System:
         preset, _, settings = rest.partition(":")
         if not preset:
             raise ConfigError("--systems", text, "vllm, PRESET, or NAME=PRESET:KEY=VALUE,KEY=VALUE")
-        return cls(name or preset, preset, tuple(filter(None, settings.split(","))))
+        entries = [each for each in settings.split(",") if each]
+        places = [int(each.partition("=")[2]) for each in entries if each.startswith("places=")]
+        rest_of = tuple(each for each in entries if not each.startswith("places="))
+        return cls(name or preset, preset, rest_of, *places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,7 @@ class Bench:
     Attributes:
         dtype: The type of weights and KV in each server.
         texts: File of the eight tasks.
+        chats: File that ``chats.record`` has written.
         peer_venv: Where vLLM is installed; None without it.
     """
 
@@ -89,6 +101,7 @@ class Bench:
     dtype: str = "bfloat16"
     texts: Path | None = None
     peer_venv: Path | None = None
+    chats: Path | None = None
 
     def requests(self, workload: str, seed: int) -> list[BenchRequest]:
         """The requests of a workload.
@@ -103,6 +116,16 @@ class Bench:
         drawn = text_requests(self.texts, self.num_requests, seed, MAX_TOKENS)
         return [replace(each, output_tokens=min(each.output_tokens, MAX_TOKENS)) for each in drawn]
 
+    def drawn_chats(self, workload: str, num: int, per_s: float, seed: int) -> list[chats.Drawn]:
+        """The chats of a workload, without forecasts: a server makes its own.
+
+        Raises:
+            ConfigError: There is no file of them.
+        """
+        if self.chats is None:
+            raise ConfigError("--chats", None, "a file that record has written, for the workloads of chats")
+        return chats.draw(chats.read_chats(self.chats, folds=0), num, per_s, workload, seed)
+
     def command(self, system: System, folder: Path) -> ServerCommand:
         """How the system is started; its configuration goes into ``folder``."""
         if not system.preset:
@@ -112,7 +135,7 @@ class Bench:
             options = PeerOptions(self.peer_venv, self.model, threads=self.threads, more=more, dtype=self.dtype)
             return vllm_command(options)
         config = folder / f"{system.name}.toml"
-        engine = ["[engine]", f"max_num_seqs = {self.max_num_seqs}"]
+        engine = ["[engine]", f"max_num_seqs = {system.places or self.max_num_seqs}"]
         config.write_text("\n".join([*engine, "[scheduler]", *system.settings, ""]), "utf-8")
         arguments = ["--config", str(config), "--preset", system.preset, "--dtype", self.dtype]
         arguments += ["--threads", str(self.threads)]
@@ -173,6 +196,10 @@ def measure_capacity(bench: Bench, target: BenchTarget, workload: str, folder: P
         for_s: Seconds for both; a first pass that takes longer is not cut off.
     """
     began_at = time.monotonic()
+    if workload in chats.GAPS:
+        served = chats.serve(target, bench.drawn_chats(workload, MOST_FOR_CAPACITY, 1.0, 0), IN_FLIGHT)
+        keep_capacity(workload, folder, served["requests_per_s"], target.label, MOST_FOR_CAPACITY)
+        return served["requests_per_s"]
     requests = bench.requests(workload, 0)[:MOST_FOR_CAPACITY]
     num_requests = min(2 * bench.max_num_seqs, len(requests))
     per_s = _requests_per_s(bench, target, requests[:num_requests], 2)
@@ -244,6 +271,11 @@ def run_one(bench: Bench, target: BenchTarget, per_s: float, run: Run, folder: P
     Args:
         per_s: Requests per second at a load of 1.
     """
+    if run.workload in chats.GAPS:
+        chats.serve(target, bench.drawn_chats(run.workload, LEARNED, 1.0, SALTS + run.seed), chats.IN_FLIGHT)
+        drawn = bench.drawn_chats(run.workload, bench.num_requests, run.load * per_s, run.seed)
+        keep(run, per_s, chats.serve(target, drawn), folder)
+        return
     requests = bench.requests(run.workload, run.seed)
     # Every system has the same prompts: how many guesses come true, and so the speed, depends on them.
     metrics = run_load(bench, target, requests, run_arrivals(run, len(requests), per_s), SALTS * run.seed)

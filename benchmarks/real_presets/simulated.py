@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.real_presets.cells import (
@@ -18,6 +18,7 @@ from benchmarks.real_presets.cells import (
     known_capacity,
     run_arrivals,
 )
+from benchmarks.real_presets.chats import GAPS, Chat, draw, seen, simulated
 from farsight.core.config.scheduling import SchedulerConfig
 from farsight.policies.compose import build_router, configured_replica
 from farsight.services.bench.requests import BenchRequest
@@ -42,10 +43,12 @@ class Machine:
 
     Attributes:
         kv_tokens: Tokens that its KV pool holds.
+        chats: What the workloads of ``chats.GAPS`` draw from.
     """
 
     latency: LinearLatency | Roofline
     kv_tokens: int
+    chats: Sequence[Chat] = field(default=())
 
     def run(self, bench: Bench, system: System, arrivals: Sequence[SimRequest], clients: int | None) -> list[Record]:
         """Serves all arrivals.
@@ -63,14 +66,14 @@ class Machine:
             num_blocks=self.kv_tokens // BLOCK_TOKENS,
             block_size=BLOCK_TOKENS,
             num_host_blocks=self.kv_tokens // BLOCK_TOKENS,
-            max_num_seqs=bench.max_num_seqs,
+            max_num_seqs=system.places or bench.max_num_seqs,
             max_batch_tokens=CHUNK,
             look_every=LOOK_EVERY,
         )
         fleet = Fleet(
             FleetShape(shape, self.latency),
             build_router(system.preset),
-            lambda _: configured_replica(config, bench.max_num_seqs),
+            lambda _: configured_replica(config, shape.max_num_seqs),
             clients=clients,
         )
         done = fleet.run(arrivals).done
@@ -80,8 +83,12 @@ class Machine:
 
     def capacity(self, bench: Bench, system: System, workload: str) -> float:
         """The requests per second that a system gets through, as ``cells.measure_capacity`` measures them."""
-        requests = bench.requests(workload, 0)[:MOST_FOR_CAPACITY]
-        done = self.run(bench, system, _arrivals(requests, [0.0] * len(requests)), IN_FLIGHT)
+        if workload in GAPS:
+            arrivals = simulated(draw(self.chats, MOST_FOR_CAPACITY, 1.0, workload, 0))
+        else:
+            requests = bench.requests(workload, 0)[:MOST_FOR_CAPACITY]
+            arrivals = _arrivals(requests, [0.0] * len(requests))
+        done = self.run(bench, system, arrivals, IN_FLIGHT)
         return len(done) / max(record.finished_at for record in done)
 
     def measure(self, bench: Bench, system: System, run: Run, per_s: float) -> Metrics:
@@ -90,8 +97,12 @@ class Machine:
         Args:
             per_s: Requests per second at a load of 1.
         """
-        requests = bench.requests(run.workload, run.seed)
-        done = self.run(bench, system, _arrivals(requests, run_arrivals(run, len(requests), per_s)), None)
+        if run.workload in GAPS:
+            arrivals = simulated(draw(self.chats, bench.num_requests, run.load * per_s, run.workload, run.seed))
+        else:
+            requests = bench.requests(run.workload, run.seed)
+            arrivals = _arrivals(requests, run_arrivals(run, len(requests), per_s))
+        done = self.run(bench, system, arrivals, None)
         wall_s = max(record.finished_at for record in done)
         metrics = {"requests": len(done), "wall_s": wall_s}
         metrics["output_tokens_per_s"] = sum(record.num_tokens for record in done) / wall_s
@@ -101,7 +112,9 @@ class Machine:
             ("mtpot_ms", [record.max_gap_s for record in done]),
         ):
             metrics |= distribution(name, [1000 * each for each in seconds])
-        return metrics
+        read = [record for record in done if record.arrival.reading_rate]
+        unread_s = [record.jct_s for record in done if record.arrival.reading_rate is None]
+        return metrics | seen(unread_s, [record.ttft_s for record in read], [record.late_s for record in read])
 
 
 def simulate(bench: Bench, machine: Machine, systems: Sequence[System], runs: Sequence[Run], folder: Path) -> None:

@@ -71,6 +71,45 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> str:
     return f"{ratio.mean:.2f}" if ratio.low is None else f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
+CHAT_METRICS = {
+    "mean end, unread": "unread_jct_ms_mean",
+    "first token p50": "read_ttft_ms_p50",
+    "p99": "read_ttft_ms_p99",
+    "reader waits, mean": "read_late_ms_mean",
+    "reader waits, p99": "read_late_ms_p99",
+    "end, mean": "jct_ms_mean",
+    "end, p99": "jct_ms_p99",
+    "tokens/s": "output_tokens_per_s",
+}
+"""What the clients of chats see: of those who wait for ends, of readers, and of all."""
+
+
+def chat_table(folder: Path, base: str) -> str:
+    """Returns a row for each setting and system of chats: medians over seeds, geometric means of ratios to ``base``.
+
+    How long readers wait is compared by its sum over the seeds: many seeds have none.
+    """
+    rows = []
+    for (workload, load), systems in read(folder).items():
+        for name, runs in systems.items():
+            if any(CHAT_METRICS["first token p50"] not in each for each in runs.values()):
+                continue
+            row = [f"{workload} {load:g}", name, str(len(runs))]
+            row += [_beside(metric, runs, systems.get(base, {}), name == base) for metric in CHAT_METRICS.values()]
+            rows.append(row)
+    return markdown_table(["cell", "system", "seeds", *CHAT_METRICS], rows)
+
+
+def _beside(metric: str, runs: Runs, base: Runs, is_base: bool) -> str:
+    seeds = sorted(runs.keys() & base.keys())
+    if is_base or not seeds:
+        return _figure(metric, runs)
+    if metric.startswith("read_late"):
+        mine, theirs = (sum(each[seed][metric] for seed in seeds) for each in (runs, base))
+        return f"{_figure(metric, runs)}; {mine / theirs:.2f}" if theirs else _figure(metric, runs)
+    return f"{_figure(metric, runs)}; {_ratio([(runs[seed][metric], base[seed][metric]) for seed in seeds])}"
+
+
 def plot(folder: Path, path: Path) -> None:
     """Bars of mean, 99th percentile and longest pause (by its logarithm) for each setting; a colour for each system."""
     from matplotlib.figure import Figure

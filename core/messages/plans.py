@@ -54,6 +54,7 @@ class Plan:
         as_of_report_seq: The last report the scheduler had seen.
         reserve_blocks: Blocks that must stay free when a sequence starts (not when it grows).
         prompt_tokens: Prompt tokens of a step in which a sequence decodes, at most; 0 for no bound but the step's own.
+        places: Sequences of a step, at most; 0 for no bound but the worker's own.
     """
 
     worker_incarnation: str
@@ -63,6 +64,7 @@ class Plan:
     reserve_blocks: int
     slots: tuple[Slot, ...]
     prompt_tokens: int = 0
+    places: int = 0
 
 
 @dataclass(frozen=True, slots=True)

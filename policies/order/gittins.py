@@ -129,6 +129,9 @@ _COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "stale": (np.bool_, ()),  # the history or the price has changed: its rank is computed in its turn
     "resident": (np.bool_, ()),
     "ran_at": (np.float64, ()),  # kept by orders that look at pauses
+    "rate": (np.float64, ()),  # these three are kept by orders that look at readers: tokens a second, 0 for no reader
+    "read_by": (np.float64, ()),  # when the reader will have read all that has come
+    "ahead": (np.bool_, ()),  # the stream may stand still
 }
 
 
@@ -213,9 +216,11 @@ class Gittins(Order):
         self._ranking = None
 
     def learn(self, job: Job, *, censored: bool) -> None:
-        points = None if job.forecast is None else length_law.forecast_points(job.forecast)
-        if points is not None and self._history_points is not None and not censored:
-            self.gate.observe(points, self._history_points, job.output_len)
+        is_whole = not censored or job.output_len >= job.max_new_tokens  # cut by its limit, it is as long as it may be
+        if job.forecast is not None and self._history_points is not None and is_whole:
+            limit = job.max_new_tokens
+            points = np.minimum(length_law.forecast_points(job.forecast), limit)
+            self.gate.observe(points, np.minimum(self._history_points, limit), job.output_len)
         self._history.add(job.output_len, censored=censored)
         self._num_learned += 1
         if self._num_learned == MIN_COMPLETIONS or self._num_learned % REFRESH_COMPLETIONS == 0:

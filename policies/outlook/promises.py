@@ -27,11 +27,13 @@ class ReplicaJobs:
 
     Attributes:
         running, waiting, num_waiting: As in ``QueueState``.
+        places: Requests that execute at once; 0 for all places of the replica.
     """
 
     running: Sequence[Job]
     waiting: Sequence[Job]
     num_waiting: int
+    places: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class PromiseMaker:
             jobs_here.running,
             jobs_here.waiting,
             jobs_here.num_waiting,
-            self._max_num_seqs,
+            jobs_here.places or self._max_num_seqs,
             cost,
             self._traffic(cost, now),
         )

@@ -32,6 +32,7 @@ from farsight.policies.replica.facts import (
     TurnedAway,
     TurnsChanged,
 )
+from farsight.policies.replica.places import Places
 from farsight.policies.tenancy.fair_shares import FairShares
 
 MAX_DECISIONS = 64
@@ -135,7 +136,7 @@ class DecisionTrace:
     For a request without an account, no part is asked.
 
     Args:
-        max_num_seqs: As in ``SchedulerLimits``.
+        places: Says how many requests execute at once.
         requests: All requests of the scheduler, by id; ``admitted`` are those with a place.
         shares: Asked for the counters of tenants.
     """
@@ -143,14 +144,14 @@ class DecisionTrace:
     def __init__(
         self,
         policies: ReplicaPolicies,
-        max_num_seqs: int,
+        places: Places,
         requests: Mapping[str, ScheduledRequest],
         admitted: Mapping[str, ScheduledRequest],
         shares: FairShares,
     ) -> None:
         self.accounts = Accounts()
         self._order, self._admission, self._kv = policies.order, policies.admission, policies.kv
-        self._max_num_seqs = max_num_seqs
+        self._places = places
         self._requests, self._admitted = requests, admitted
         self._shares = shares
         self._fresh: list[ScheduledRequest] = []
@@ -300,9 +301,9 @@ class DecisionTrace:
             request_id = scheduled.request_id
             if request_id in self._admitted or scheduled.waits_for or self._requests.get(request_id) is not scheduled:
                 continue
-            full = len(self._admitted) >= self._max_num_seqs
+            full = len(self._admitted) >= self._places.num
             scheduled.waits_for = ("places" if full else "others") if has_worker else "worker"
-            facts: _Known = {"reason": scheduled.waits_for, "max_num_seqs": self._max_num_seqs}
+            facts: _Known = {"reason": scheduled.waits_for, "max_num_seqs": self._places.num}
             self._note(scheduled, "waits", now, self._standing(facts, scheduled, now))
         self._fresh.clear()
 

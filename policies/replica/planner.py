@@ -18,6 +18,7 @@ from farsight.core.messages.plans import Plan, Slot
 from farsight.core.request import Residency
 from farsight.policies.interfaces import Job, Order, ScheduledRequest
 from farsight.policies.replica.mirror import WorkerMirror
+from farsight.policies.replica.places import Places
 
 UNBOUNDED = 0
 """No bound but the step's own."""
@@ -91,15 +92,19 @@ class ReplicaPlans:
         order: Sets how long a job may run before the order looks at it again.
         budget: Sets how many prompt tokens may go beside streams.
         grant_lead_s: As in ``SchedulerLimits``.
+        places: Says how many sequences a step may have.
 
     Attributes:
         cost: Cost of steps; None before any step has been measured.
     """
 
-    def __init__(self, order: Order, budget: StepBudget, grant_lead_s: float, mirror: WorkerMirror) -> None:
+    def __init__(
+        self, order: Order, budget: StepBudget, grant_lead_s: float, mirror: WorkerMirror, places: Places
+    ) -> None:
         self.cost: StepCost | None = None
         self._order, self._budget = order, budget
         self._grant_lead_s = grant_lead_s
+        self._places = places
         self._least_slice_s = 2 * grant_lead_s  # part of a slice passes until a plan comes
         self._mirror = mirror
         self._standby: list[str] = []
@@ -148,6 +153,7 @@ class ReplicaPlans:
             reserve_blocks=reserve_blocks,
             slots=tuple(self._slots(running)),
             prompt_tokens=self._budget.prompt_tokens(running, self.cost),
+            places=0 if self._places.num == self._places.most else self._places.num,
         )
 
     def _slots(self, running: list[Job]) -> list[Slot]:

@@ -59,6 +59,7 @@ from farsight.policies.replica.facts import (
 )
 from farsight.policies.replica.mirror import WorkerMirror
 from farsight.policies.replica.order_check import OffloadClient, OffloadTally
+from farsight.policies.replica.places import Places
 from farsight.policies.replica.planner import NO_BUDGET, ReplicaPlans, StepBudget
 from farsight.policies.replica.step_selector import StepSelector
 from farsight.policies.tenancy.fair_shares import FairShares
@@ -72,7 +73,7 @@ class SchedulerLimits:
     """Bounds on what a plan holds.
 
     Attributes:
-        max_num_seqs: Most admitted requests; the worker's own bound of a step.
+        max_num_seqs: Most requests that execute; the worker's own bound of a step.
         standby_slots: Requests shipped ahead so that a place never stays empty for a round trip.
         grant_lead_s: A grant is renewed when less than this many seconds are left, so that no request waits between
             the end of its grant and the plan that follows the report of it; a grant lasts at least twice as long. 0
@@ -103,15 +104,14 @@ class ReplicaScheduler:
         self.limits = limits
         self._mirror = mirror = WorkerMirror(policies.order.changed)
         self.shares = shares = FairShares(limits.max_num_seqs)
-        self._trace = DecisionTrace(policies, limits.max_num_seqs, mirror.requests, mirror.admitted, shares)
+        self.places = places = Places(limits.max_num_seqs, limits.max_num_seqs)
+        self._trace = DecisionTrace(policies, places, mirror.requests, mirror.admitted, shares)
         self._promises = PromiseMaker(limits.max_num_seqs)
         self._just_enough = JustEnough(self._promises.laws, limits.grant_lead_s)
         due, gives_way = self._just_enough.due, limits.gives_way
         self._offload = offload = OffloadClient(limits.offload_deadline_s)
-        self.selector = StepSelector(
-            policies, limits.max_num_seqs, mirror, shares, due=due, gives_way=gives_way, offload=offload
-        )
-        self._planner = ReplicaPlans(policies.order, limits.budget, limits.grant_lead_s, mirror)
+        self.selector = StepSelector(policies, places, mirror, shares, due=due, gives_way=gives_way, offload=offload)
+        self._planner = ReplicaPlans(policies.order, limits.budget, limits.grant_lead_s, mirror, places)
 
     @property
     def num_waiting(self) -> int:
@@ -214,7 +214,7 @@ class ReplicaScheduler:
 
     def _replica_jobs(self, now: float) -> ReplicaJobs:
         waiting = list(itertools.islice(self.selector.waiting(now), MAX_LISTED))
-        return ReplicaJobs(tuple(self.selector.running), waiting, self._mirror.num_waiting)
+        return ReplicaJobs(tuple(self.selector.running), waiting, self._mirror.num_waiting, self.places.num)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Books the event, decides, tells the worker; nothing else mutates. ``now``: seconds of a monotonic clock."""

@@ -18,6 +18,7 @@ from farsight.policies.replica import flex
 from farsight.policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from farsight.policies.replica.mirror import WorkerMirror
 from farsight.policies.replica.order_check import OffloadClient, standing_orders
+from farsight.policies.replica.places import Places
 from farsight.policies.tenancy.fair_shares import FairShares
 
 
@@ -176,7 +177,7 @@ class StepSelector:
     """Asks the parts at each scheduling point, and books the consequences of their answers.
 
     Args:
-        max_num_seqs: As in ``SchedulerLimits``.
+        places: Says how many jobs execute at once.
         shares: Puts what the order ranks into the order of the tenants' turns.
         due: Jobs whose latest start has come, by id; read at each scheduling point.
         gives_way: Whether jobs step aside for those that are due, and flex jobs for all others; not inside a batch.
@@ -190,7 +191,7 @@ class StepSelector:
     def __init__(
         self,
         policies: ReplicaPolicies,
-        max_num_seqs: int,
+        places: Places,
         mirror: WorkerMirror,
         shares: FairShares,
         *,
@@ -201,7 +202,7 @@ class StepSelector:
         self.order, self.admission, self.kv = policies.order, policies.admission, policies.kv
         self.running: list[Job] = []
         self.num_preemptions = 0
-        self._max_num_seqs = max_num_seqs
+        self._places = places
         self._mirror = mirror
         self._shares = shares
         self._due = due
@@ -212,6 +213,7 @@ class StepSelector:
     def choose(self, now: float) -> Generator[Fact, None, bool]:
         """Decides a scheduling point, with a worker; returns False if all jobs here must go: a batch has no room."""
         mirror = self._mirror
+        self._places.num = self.order.num_places(self._places.most, now)
         at_once = self._all_at_once()
         if at_once is not None:
             self.running, self._lets_start = at_once, False
@@ -299,7 +301,7 @@ class StepSelector:
             return None
         running: list[Job] = [each for each in mirror.admitted.values() if not each.stalled]
         next_len = sum([job.prompt_len + job.output_len + 1 for job in running])
-        if len(running) > self._max_num_seqs or next_len > mirror.capacity():
+        if len(running) > self._places.num or next_len > mirror.capacity():
             return None
         return sorted(running, key=lambda job: job.urgency)  # the last gives way if the worker runs short of blocks
 
@@ -330,7 +332,7 @@ class StepSelector:
         waits = is_behind or not flex.all_stream(selection.running) or self._firm_waits(now)
         for each in kept:
             each.rests = waits
-        room = self._max_num_seqs - len(selection.running)
+        room = self._places.num - len(selection.running)
         if waits or not room:
             return
         running = [each for each in kept if not each.stalled][:room]
@@ -368,7 +370,7 @@ class StepSelector:
             return Selection(self._due_first(residents))  # freed blocks are for the jobs that needed them
         selector = Selector(
             self.admission,
-            self._max_num_seqs,
+            self._places.num,
             mirror.capacity(),
             start_room=functools.partial(self._start_room, residents),
         )
@@ -381,7 +383,7 @@ class StepSelector:
         taken = {job.request_id for job in first} if aside else ()
         others = (job for job in self._firm(self.waiting(now)) if job.request_id not in taken)
         selection = selector.select(itertools.chain(first, others), admitted, fixed)
-        selection.running += aside[: self._max_num_seqs - len(selection.running)]
+        selection.running += aside[: self._places.num - len(selection.running)]
         return selection
 
     def _start_room(self, residents: list[Job]) -> float:
@@ -415,7 +417,7 @@ class StepSelector:
         """
         admitted = self._mirror.admitted
         late = sorted((job for rid, job in self._due.items() if rid not in admitted and not job.stalled), key=_deadline)
-        room = max(0, self._max_num_seqs - len(residents))
+        room = max(0, self._places.num - len(residents))
         first, aside = list(residents), list[Job]()
         for job in late[room:]:
             victims = (each for each in reversed(first) if _may_step_aside(each, job))

@@ -145,7 +145,7 @@ class Generation:
         """Prompt tokens, each prompt counted once whatever its number of choices."""
         return sum(request.prompt_len for request in self.prompts)
 
-    def named(self, owner: bytes, salt: Callable[[str], str]) -> Generation:
+    def named(self, owner: bytes, salt: Callable[[str], str], reading_rate: float | None = None) -> Generation:
         """Adds the requests that run, under a new id of the client's answer.
 
         Each try of a prompt has the next seed, so that a choice does not depend on the number of choices.
@@ -153,6 +153,7 @@ class Generation:
         Args:
             owner: As ``Origin.owner``.
             salt: From a request's own cache salt to the one that it is run with.
+            reading_rate: As in ``Request``.
         """
         prefix = self.id_prefix or ("chatcmpl-" if self.chat else "cmpl-")
         response_id = f"{prefix}{uuid.uuid4().hex}"
@@ -163,6 +164,7 @@ class Generation:
                 sampling=_with_next_seed(prompt.sampling, number),
                 origin=Origin(response_id, choice, owner),
                 cache_salt=salt(prompt.cache_salt),
+                reading_rate=reading_rate,
             )
             for choice, (prompt, number) in enumerate(tries)
         )

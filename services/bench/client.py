@@ -42,7 +42,7 @@ class Client:
         try:
             async with self._session.post(self._url, data=call.body) as response:
                 if response.status == 200:
-                    await _read(response.content, answer, call.output_tokens)
+                    await _read(response, answer, call.output_tokens)
                 else:
                     detail = shown(await response.content.read(SHOWN_CHARS))
                     answer.failure = Failure(f"HTTP {response.status}", detail)
@@ -54,10 +54,13 @@ class Client:
         return answer
 
 
-async def _read(content: aiohttp.StreamReader, answer: Answer, asked_tokens: int) -> None:
+async def _read(response: aiohttp.ClientResponse, answer: Answer, asked_tokens: int) -> None:
     reader = StreamReader(answer)
-    async for data in content.iter_any():
-        reader.feed(data, time.perf_counter())
+    if response.content_type == "application/json":  # an answer as a whole, which is like one event
+        reader.feed(b"data: " + await response.read(), time.perf_counter())
+    else:
+        async for data in response.content.iter_any():
+            reader.feed(data, time.perf_counter())
     reader.finish(asked_tokens)
 
 

@@ -20,6 +20,7 @@ class Record:
 
     Attributes:
         max_gap_s: Longest time between two of its tokens (MTPOT).
+        late_s: Seconds that its reader has waited for tokens, from the first one on; 0 where no one reads.
         num_evictions: Number of times its KV was dropped.
         num_swaps: Number of times its KV was moved to the host.
         promise: As told on arrival at its replica; None where none was made.
@@ -31,6 +32,7 @@ class Record:
     last_token_at: float = math.nan
     finished_at: float = math.nan
     max_gap_s: float = 0.0
+    late_s: float = 0.0
     num_tokens: int = 0
     num_evictions: int = 0
     num_swaps: int = 0
@@ -106,6 +108,12 @@ class Recorder:
             self.gaps[_bin(rest_s)] += num_tokens - 1
         record.num_tokens += num_tokens
         record.last_token_at = at
+        rate = record.arrival.reading_rate
+        if rate:  # of evenly spaced tokens the first or the last is the latest
+            read_s = (record.num_tokens - num_tokens) / rate, (record.num_tokens - 1) / rate
+            late_s = max(first_s - read_s[0], at - read_s[1]) - record.first_token_at
+            if late_s > record.late_s:
+                record.late_s = late_s
 
     def itl_s(self, share: float) -> float:
         """The inter-token latency that this share of all gaps does not exceed, with 1 % accuracy."""

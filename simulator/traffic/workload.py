@@ -96,7 +96,7 @@ class SimRequest:
         prefix: Names of the prompt's shareable blocks, from the first token on.
         app: The kind of request, for tables.
         forecast: The predictor's forecast.
-        tenant, weight, slo: As in ``Request``.
+        tenant, weight, slo, reading_rate: As in ``Request``.
         images: The pictures of its prompt, in their order.
         generated: Output tokens that it comes with: what it had before the run began.
     """
@@ -116,6 +116,7 @@ class SimRequest:
     slo: Slo = NO_SLO
     images: tuple[SimImage, ...] = ()
     generated: int = 0
+    reading_rate: float | None = None
 
     def spans(self, block_size: int) -> tuple[ImageSpan, ...]:
         """Where its pictures lie, with KV blocks of so many tokens.
@@ -152,6 +153,7 @@ def as_request(arrival: SimRequest, prefix_hashes: tuple[int, ...] = (), images:
         slo=arrival.slo,
         images=images,
         output_ids=_tokens(arrival.generated),
+        reading_rate=arrival.reading_rate,
     )
 
 

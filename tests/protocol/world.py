@@ -80,7 +80,7 @@ class ShortGrants(ReplicaScheduler):
 
     def __init__(self, policies: ReplicaPolicies, limits: SchedulerLimits) -> None:
         super().__init__(policies, limits)
-        self._planner = _ShortPlans(policies.order, limits.budget, limits.grant_lead_s, self._mirror)
+        self._planner = _ShortPlans(policies.order, limits.budget, limits.grant_lead_s, self._mirror, self.places)
 
     def _book_report(self, report: StepReport, now: float) -> Iterator[Any]:
         yield from super()._book_report(report, now)

@@ -242,6 +242,10 @@ def _row(row: TenantUsage) -> UsageOfTenant:
     return UsageOfTenant(**counts, gpu_seconds=round(row.gpu_s, GPU_SECONDS_DIGITS))
 
 
+_READ = ("authorization", "content-type", "x-api-key", "x-farsight-resumable", "x-farsight-reading-rate")
+"""Headers of a page's requests that are read."""
+
+
 def install_access_control(app: FastAPI, access: AccessControl) -> None:
     """Lets every request pass access control before anything else reads it; the application has all its routes."""
     app.add_middleware(functools.partial(Gate, access=access, roles=RouteRoles(route_paths(app))))
@@ -250,7 +254,7 @@ def install_access_control(app: FastAPI, access: AccessControl) -> None:
             CORSMiddleware,
             allow_origins=list(access.settings.origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-api-key", "x-farsight-resumable", "last-event-id"],
+            allow_headers=[*_READ, "last-event-id"],
             expose_headers=_EXPOSED,
             max_age=_PREFLIGHT_AGE_S,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,12 +20,17 @@ from farsight.services.api.answers.served import ANSWER, AnswerPromise, served, 
 from farsight.services.api.answers.sse import EventStream, StreamWriter, chunks
 from farsight.services.api.backend import Generator
 from farsight.services.api.bodies import body_error
+from farsight.services.api.errors import ApiError
 from farsight.services.api.field_groups import PRIORITY_TIER
+from farsight.services.api.fields import shown
 from farsight.services.api.generate import collect, while_connected
 from farsight.services.api.generation import ChoiceResult, Generation
 from farsight.services.api.requests import generation_of, prompt_ids_of, with_pictures
 from farsight.services.api.schemas import ChatCompletionRequest, CompletionRequest
 from farsight.services.api.text.prompts import PromptEncoder
+
+READING_RATE_HEADER = "x-farsight-reading-rate"
+"""Tokens a second at which the reader of a stream takes it in."""
 
 
 class AnswerWriter(StreamWriter, Protocol):
@@ -56,15 +62,16 @@ class Running:
 
         Raises:
             ClientGone: The client has left while its pictures were read.
-            ApiError, InvalidValueError, CapacityError: As ``with_pictures``.
+            ApiError, InvalidValueError, CapacityError: As ``with_pictures``, or a header that says no reading rate.
         """
         key = sent_key(request.headers)
         if generation.pictures:
             salt = own_salt(request.headers, generation.prompts[0].cache_salt, self.shares_across_keys)
             generation = await while_connected(request.receive, with_pictures(self.backend, generation, salt))
         salted = str if self.shares_across_keys else functools.partial(salt_of, key)
+        rate = _reading_rate(generation, request.headers.get(READING_RATE_HEADER))
         texts = tuple(text and text.sent_by(key) for text in generation.texts)
-        named = dataclasses.replace(generation, id_prefix=id_prefix, texts=texts).named(owner_of(key), salted)
+        named = dataclasses.replace(generation, id_prefix=id_prefix, texts=texts).named(owner_of(key), salted, rate)
         served(named.response_id)
         ANSWER.set(AnswerPromise(len(named.requests)))
         return traced(_served_as(named))
@@ -105,6 +112,23 @@ class Running:
         salt = own_salt(request.headers, chat.cache_salt or "", self.shares_across_keys)
         work = prompt_ids_of(chat, self.backend, self.encoder, salt)
         return await while_connected(request.receive, work)
+
+
+def _reading_rate(generation: Generation, header: str | None) -> float | None:
+    """Returns ``Request.reading_rate``: a program acts on a whole call, so that no one reads a forced one."""
+    if not generation.stream or (generation.form is not None and generation.form.forced):
+        return None
+    if header is None:
+        return 0.0
+    try:
+        rate = float(header)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        expected = "tokens a second above 0"
+        message = f"{READING_RATE_HEADER}: got {shown(header)!r}, expected {expected}"
+        raise ApiError(message, param=READING_RATE_HEADER, code="invalid_value")
+    return rate
 
 
 def _served_as(generation: Generation) -> Generation:

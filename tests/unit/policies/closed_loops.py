@@ -28,13 +28,14 @@ def one_replica(
     *,
     standby_slots: int = 0,
     clients: int | None = None,
+    order: str = "",
     admission: str = "",
     watched: Callable[[ReplicaScheduler], ReplicaScheduler] = lambda scheduler: scheduler,
 ) -> Fleet:
     """A fleet of one, whose steps take what the settings say."""
     assert settings.cost is not None
     limits = SchedulerLimits(shape.max_num_seqs, standby_slots)
-    scheduler = watched(build_scheduler(preset, limits, settings, admission=admission))
+    scheduler = watched(build_scheduler(preset, limits, settings, order=order, admission=admission))
     fleet_shape = FleetShape(shape, LinearLatency(settings.cost))
     return Fleet(fleet_shape, build_router(preset), lambda _: scheduler, clients=clients)
 

@@ -244,7 +244,7 @@ def test_streams_stand_still_for_newcomers_no_longer_than_the_pause(
     settings = PolicySettings(
         SchedulerConfig(watermark=1.0, tail=0.01, max_pause_s=max_pause_s, max_gap_ms=0.0), cost=STEP
     )
-    fleet = one_replica("farsight", settings, shape, admission="watermark")
+    fleet = one_replica("farsight", settings, shape, order="boosted", admission="watermark")
     long = [SimRequest(f"long{number}", 0.0, 32, 200, 400) for number in range(2)]
     short = [SimRequest(f"short{number}", 0.5, 32, 2, 400) for number in range(200)]
     pauses_s = [each.max_gap_s for each in fleet.run(Noisy(0.1, 1)([*long, *short])).done if each.num_tokens == 200]
