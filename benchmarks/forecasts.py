@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks import learned_forecasts
 from benchmarks.decisions.row import Row
 from farsight.core.forecast import Example, Forecast
-from farsight.engine.encoders.text_encoder import TextEncoder
+from farsight.engine.encoders.loading import load_encoder
 from farsight.predictor.encoders import MINILM
 from farsight.predictor.features import Floats
 from farsight.predictor.history import HistoryPredictor
@@ -44,7 +44,7 @@ class Recalled:
     def __init__(self, name: str, device: str, examples: Sequence[Example], file: Path) -> None:
         self.name = name
         if not file.exists():
-            app, user = embed_all(TextEncoder(name, device), examples, _count)
+            app, user = embed_all(load_encoder(name, device), examples, _count)
             np.savez(file, app=app, user=user)
         with np.load(file) as kept:
             app, user = kept["app"], kept["user"]

@@ -21,6 +21,12 @@ MINILM = "minilm"
 AUTO = "auto"
 """LaBSE where the hub's local cache has it, else ``minilm``: fetches nothing."""
 
+NO_ENCODER = "none"
+"""Where ``magnus`` is to read no vectors although LaBSE is at hand."""
+
+LIBRARY = "sentence-transformers:"
+"""Begins the name of an encoder that the library sentence-transformers is to compute, and not our own code."""
+
 PROBE = "encoder.probe"
 """Array of an artefact: the vector of ``PROBE_TEXT`` by the encoder of its training, shape (dim,)."""
 
@@ -35,7 +41,7 @@ class Encoder(Protocol):
     """Maps texts to vectors.
 
     Attributes:
-        name: As in the configuration: a hub id, a directory or ``minilm``.
+        name: As in the configuration: a hub id, a directory or ``minilm``, behind ``LIBRARY`` or alone.
         dim: Length of the vectors.
     """
 

@@ -131,8 +131,8 @@ def serve(
     predictor_encoder: Annotated[
         str | None,
         typer.Option(
-            help="Text encoder of the predictor: directory, hub id, minilm (offline) or auto; default: none, or that "
-            "of its training."
+            help="Text encoder of the predictor: directory, hub id, minilm (offline) or auto; behind "
+            "sentence-transformers: that library computes it. Default: that of its training, or none."
         ),
     ] = None,
     proxy: Annotated[str | None, typer.Option(help="HTTP proxy: auto, serve or haproxy.")] = None,

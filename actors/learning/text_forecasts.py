@@ -312,10 +312,10 @@ def _load(settings: PredictorConfig) -> tuple[TrainedModel, Encoder | Scorer | N
 
 
 def _begin_with_encoder(settings: PredictorConfig, weights: str) -> tuple[TrainedModel, Encoder]:
-    from farsight.engine.encoders.text_encoder import TextEncoder
+    from farsight.engine.encoders.loading import load_encoder
 
     try:
-        encoder = TextEncoder(settings.encoder, settings.device)
+        encoder = load_encoder(settings.encoder, settings.device)
         return untrained_with_encoder(encoder, weights, settings.num_trees), encoder
     except FarsightError as error:
         raise ConfigError("predictor.encoder", settings.encoder, f"a text encoder ({error})") from error

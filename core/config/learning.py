@@ -16,11 +16,14 @@ class PredictorConfig:
             learns them from its own traffic (``from_traffic``).
         from_traffic: Without an artefact, learn output lengths by application from the server's own requests, from the
             first hundred on. With false every request is predicted by the lengths of the last outputs.
-        encoder: A text encoder for Magnus's features (USIN, section III-B): the directory of a BERT, RoBERTa or
-            XLM-RoBERTa model such as LaBSE, a hub id, ``minilm`` (a package, no network), or ``auto``: LaBSE where the
-            hub's cache has it, else ``minilm``. Without an artefact the server grows its forest over this encoder's
-            vectors; with one, the encoder of its training is loaded from here. Empty: no encoder, or where the
-            training had it.
+        encoder: A text encoder for Magnus's features (USIN, section III-B): the directory of any model of
+            sentence-transformers, such as LaBSE, a hub id, ``minilm`` (a package, no network), or ``auto``: LaBSE where
+            the hub's cache has it, else ``minilm``. BERT, RoBERTa and XLM-RoBERTa need nothing more; other kinds, and
+            any name behind ``sentence-transformers:``, are computed by that library
+            (``pip install 'farsight[encoders]'``). Without an artefact the server grows its forest over this encoder's
+            vectors; with one, the encoder of its training is loaded from here. Empty: where the training had it;
+            without one, LaBSE for the preset ``magnus`` where the hub's cache has it, and else, as with ``none``, no
+            encoder.
         num_trees: Trees of the forest that a server grows from its own traffic (Magnus, section III-B, which gives no
             number); ``farsight train --trees`` says it for an artefact.
         device: Where an encoder runs, as torch names it.

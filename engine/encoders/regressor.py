@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 from farsight.core.errors import InvalidValueError
 from farsight.core.forecast import ForecastQuestion
 from farsight.core.processors import usable_processors
-from farsight.engine.encoders.finding import encoder_dir, settled_name
-from farsight.engine.encoders.text_encoder import TextEncoder, encoder_config, text_tokenizer, torch_device
+from farsight.engine.encoders.loading import load_encoder
+from farsight.engine.encoders.text_encoder import encoder_config, text_tokenizer, torch_device
 from farsight.engine.models.encoder import EncoderModel, EncoderText
 from farsight.predictor.artefact import ArtefactError, TrainedModel
 from farsight.predictor.encoders import Encoder, Scorer, check_probe
@@ -135,6 +135,6 @@ def text_model_of(artefact: TrainedModel, encoder: str = "", device: str = "cpu"
     name = encoder_of(artefact)
     if name is None:
         return None
-    loaded = TextEncoder(name, device, folder=encoder_dir(settled_name(encoder)) if encoder else None)
+    loaded = load_encoder(name, device, found_at=encoder)
     check_probe(artefact, loaded)
     return loaded

@@ -14,9 +14,8 @@ from farsight.core.errors import InvalidValueError
 from farsight.core.processors import usable_processors
 from farsight.engine.checkpoint.config_fields import Fields, read_json
 from farsight.engine.checkpoint.encoder_config import EncoderConfig, load_encoder_config
-from farsight.engine.encoders.finding import EXPECTED, encoder_dir, settled_name
+from farsight.engine.encoders.finding import EXPECTED, encoder_dir
 from farsight.engine.models.encoder import EncoderModel, EncoderText
-from farsight.predictor.encoders import LABSE
 from farsight.predictor.features import Floats
 from farsight.tokenization.loading import load_tokenizer
 
@@ -25,7 +24,7 @@ class TextEncoder:
     """An encoder with its tokenizer; it makes the vectors of sentence-transformers.
 
     Args:
-        name: A hub id, a directory, ``minilm`` or ``auto``.
+        name: A hub id, a directory or ``minilm``.
         device: ``cpu``, ``cuda``, ``cuda:1``; ``auto`` takes a GPU if there is one.
         batch_size: Texts in one forward pass.
         folder: Where its files are, if not where ``name`` says.
@@ -34,10 +33,8 @@ class TextEncoder:
         InvalidValueError: Field ``encoder``: the model cannot be loaded; ``device``: torch does not know it.
     """
 
-    def __init__(
-        self, name: str = LABSE, device: str = "cpu", batch_size: int = 32, folder: Path | None = None
-    ) -> None:
-        self.name = settled_name(name)
+    def __init__(self, name: str, device: str = "cpu", batch_size: int = 32, folder: Path | None = None) -> None:
+        self.name = name
         place = torch_device(device)
         # Libraries count the processors of the affinity mask, but not those of a quota.
         torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))

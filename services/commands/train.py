@@ -59,8 +59,9 @@ def train(
         typer.Option(
             "--encoder",
             "--predictor-encoder",
-            help="Directory, hub id, minilm (offline) or auto: LaBSE if the hub's cache has it, else minilm. Default: "
-            "auto; for bert a small one trained from nothing; none for words.",
+            help="Directory, hub id, minilm (offline) or auto: LaBSE if the hub's cache has it, else minilm; behind "
+            "sentence-transformers: that library computes it. Default: auto; for bert a small one trained from "
+            "nothing; none for words.",
         ),
     ] = None,
     device: DeviceOption = "auto",
@@ -129,9 +130,9 @@ def _training(recipe: Recipe, encoder: str | None, device: str) -> Training:
     def made(examples: Sequence[Example], version: int, progress: Callable[[int], None] | None) -> TrainedModel:
         loaded = None
         if recipe.reads != "words":
-            from farsight.engine.encoders.text_encoder import TextEncoder
+            from farsight.engine.encoders.loading import load_encoder
 
-            loaded = TextEncoder(encoder or AUTO, device)
+            loaded = load_encoder(encoder or AUTO, device)
             typer.echo(f"encoder: {loaded.name}, {loaded.dim} dimensions", err=True)
         return train_artefact(examples, loaded, recipe, version, progress)
 

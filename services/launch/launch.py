@@ -138,7 +138,7 @@ def find_site(config: FarsightConfig, model: LocatedModel) -> Site:
         model=dataclasses.replace(config.model, name=model.name, chat_template=_absolute(config.model.chat_template)),
         engine=dataclasses.replace(config.engine, device=resolve_device(config.engine.device)),
         log=log,
-        predictor=_find_predictor(config.predictor),
+        predictor=_find_predictor(config.predictor, config.scheduler.preset),
         access=absolute_paths(config.access),
     )
     return Site(named, str(model.directory), resolve_placement(config), sees=_sees(config, model.directory))
@@ -151,12 +151,13 @@ def _sees(config: FarsightConfig, directory: Path) -> bool:
     return bool(config.model.replicas) and load_geometry(directory) is not None
 
 
-def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
+def _find_predictor(predictor: PredictorConfig, preset: str) -> PredictorConfig:
     """The predictor's configuration with absolute paths, after a check that its files can be read."""
     from farsight.predictor.artefact import ArtefactError, load
     from farsight.predictor.models import check_artefact
 
-    predictor = dataclasses.replace(predictor, encoder=_find_encoder(predictor.encoder))
+    grows_forest = preset == "magnus" and predictor.from_traffic and not predictor.artefact
+    predictor = dataclasses.replace(predictor, encoder=_find_encoder(predictor.encoder, by_default=grows_forest))
     if not predictor.artefact:
         return predictor
     path = Path(predictor.artefact).absolute()
@@ -167,24 +168,24 @@ def _find_predictor(predictor: PredictorConfig) -> PredictorConfig:
     return dataclasses.replace(predictor, artefact=str(path))
 
 
-def _find_encoder(name: str) -> str:
-    """The encoder's directory as an absolute path, or its name; a hub id is in the hub's cache afterwards."""
-    from farsight.engine.checkpoint.encoder_config import check_encoder, load_encoder_config
-    from farsight.engine.encoders.finding import EXPECTED, encoder_dir, settled_name
+def _find_encoder(name: str, *, by_default: bool) -> str:
+    """The encoder's name, with an absolute path; a hub id is in the hub's cache afterwards.
 
-    if not name:
+    Args:
+        by_default: Whether Magnus's own encoder is taken where none is named and its files are at hand.
+    """
+    from farsight.predictor.encoders import LABSE, NO_ENCODER
+
+    if name == NO_ENCODER or not (name or by_default):
         return ""
+    from farsight.engine.encoders.finding import has_labse
+    from farsight.engine.encoders.loading import locate_encoder
+
+    name = name or (LABSE if has_labse() else "")
     try:
-        settled = settled_name(name)
-        folder = encoder_dir(settled)
-        config = load_encoder_config(folder)
-        if config is None:
-            raise InvalidValueError("config.json", str(folder), "the directory of an encoder")
-        check_encoder(folder, config)
+        return locate_encoder(name) if name else ""
     except InvalidValueError as error:
-        expected = error.expected if error.field == "encoder" else f"{EXPECTED} ({error})"
-        raise ConfigError("predictor.encoder", name, expected) from error
-    return str(folder.absolute()) if Path(settled).expanduser().is_dir() else settled
+        raise ConfigError("predictor.encoder", name, error.expected) from error
 
 
 class Service:

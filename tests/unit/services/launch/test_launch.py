@@ -24,11 +24,13 @@ from farsight.actors.runtime.hosts import num_gpus
 from farsight.actors.runtime.names import by_host, host_of, wanted_components
 from farsight.core.config.actors import ActorsConfig, ReplicaConfig
 from farsight.core.config.engine import EngineConfig, ModelConfig
-from farsight.core.config.learning import LogConfig
+from farsight.core.config.learning import LogConfig, PredictorConfig
 from farsight.core.config.load import FarsightConfig
 from farsight.core.config.scheduling import SchedulerConfig
 from farsight.core.errors import ConfigError, InvalidValueError
 from farsight.core.messages.status import ComponentCounts
+from farsight.engine.encoders import finding
+from farsight.predictor.encoders import LABSE
 from farsight.services.launch import machine
 from farsight.services.launch.backends import check_replicas, look_for_servers
 from farsight.services.launch.cluster import ServiceFailed
@@ -341,3 +343,18 @@ def test_where_there_is_nothing_else_one_of_them_must_be_there(said: list[str]) 
     look_for_servers(with_servers(GONE, own=1), "m", said.append)
     with pytest.raises(ServiceFailed, match="none of the servers"):
         look_for_servers(with_servers(GONE), "m", said.append)
+
+
+def test_magnus_takes_labse_where_it_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(preset: str, encoder: str = "") -> str:
+        config = FarsightConfig(scheduler=SchedulerConfig(preset=preset), predictor=PredictorConfig(encoder=encoder))
+        return find_site(config, TINY).config.predictor.encoder
+
+    packaged = Path(get_model_path())
+    monkeypatch.setattr(finding, "_cached", lambda name: packaged if name == LABSE else None)
+    assert [chosen("magnus"), chosen("farsight"), chosen("magnus", "none")] == [LABSE, "", ""]
+    assert chosen("magnus", str(packaged)) == str(packaged)
+    monkeypatch.setattr(finding, "_cached", lambda _: None)
+    assert chosen("magnus") == ""
+    with pytest.raises(ConfigError, match=r"predictor\.encoder: got '/no/where'.*no such directory"):
+        chosen("magnus", "/no/where")
