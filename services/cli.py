@@ -5,48 +5,55 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-import os
-import time
-from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from farsight.core.config.load import load_config
-from farsight.core.errors import ConfigError
 from farsight.services.bench.command import bench
 from farsight.services.commands.advise import advise
-from farsight.services.commands.ask import KEY_VARIABLE, ApiKeyOption, JsonOption, ask, key_for
+from farsight.services.commands.ask import KEY_VARIABLE, JsonOption, key_for
 from farsight.services.commands.evaluate import evaluate
 from farsight.services.commands.explain import explain
 from farsight.services.commands.front import front
-from farsight.services.commands.keys import KeyFileOption, keys
+from farsight.services.commands.keys import keys
 from farsight.services.commands.profile import profile
 from farsight.services.commands.pull import fetch_missing, models, pull
 from farsight.services.commands.replay import replay
 from farsight.services.commands.simulate import compare, simulate
 from farsight.services.commands.train import train
+from farsight.services.console.serve import ENVIRONMENT, EXAMPLES, ignore_service_links, serve
+from farsight.services.console.status import status
 from farsight.services.demo.command import demo
 from farsight.services.launch.failures import failing_in_lines
-from farsight.services.launch.machine import check_own_gpus
-from farsight.services.one_line_errors import OneLineErrors, failing_in_one_line, naming_flags
+from farsight.services.one_line_errors import OneLineErrors, failing_in_one_line
 from farsight.services.server_address import HostOption, PortOption, UrlOption, address_of
 
 if TYPE_CHECKING:
     from farsight.services.commands.scaling import ServerChange
 
-STATUS_TIMEOUT_S = 5.0
+FIRST_STEPS = """Examples:
 
-MEASURED_S = 2.0
-"""So long ``farsight status`` watches what the processes use."""
+farsight serve   (a server with the embedded model)
+
+farsight compare --presets fcfs,farsight --trace zipf   (schedulers without a GPU)
+
+farsight COMMAND -h   (what a command takes)"""
+
+_USE, _SERVERS, _STUDY = "Use a model", "Running servers", "Schedulers, forecasts and measurements"
 
 ModelOption = typer.Option(
     help="Name that `farsight models` lists, directory, GGUF file or hub id; default: the embedded model."
 )
 
-app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=OneLineErrors,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=FIRST_STEPS,
+)
 
 
 def _version(value: bool) -> None:
@@ -62,7 +69,13 @@ def main(
     ] = False,
 ) -> None:
     """Serve large language models, looking ahead."""
+    ignore_service_links()
 
+
+app.command(rich_help_panel=_USE, epilog=EXAMPLES, context_settings={"auto_envvar_prefix": ENVIRONMENT})(serve)
+app.command(rich_help_panel=_USE)(models)
+app.command(rich_help_panel=_USE)(pull)
+app.command(rich_help_panel=_SERVERS)(status)
 
 TokenOption = Annotated[str | None, typer.Option(help="Admin token; default: FARSIGHT_ADMIN_TOKEN, or the run file's.")]
 AdminKeyOption = Annotated[
@@ -71,7 +84,7 @@ AdminKeyOption = Annotated[
 ]
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVERS)
 def scale(
     kind: Annotated[
         str, typer.Argument(help="replica, length-predictor, serving-time-estimator, image-encoder or ingress.")
@@ -92,7 +105,7 @@ def scale(
         _say(scale_service(server, _admin_key(server, token, api_key), kind, count), as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVERS)
 def drain(
     replica: Annotated[str, typer.Argument(help="Number of the replica, as in worker-NUMBER of `farsight status`.")],
     cancel: Annotated[bool, typer.Option("--cancel", help="Let it take requests again.")] = False,
@@ -111,7 +124,7 @@ def drain(
         _say(drain_replica(server, _admin_key(server, token, api_key), replica, cancel=cancel), as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVERS)
 def upgrade(
     model: Annotated[
         str | None, typer.Option(help="Directory of the new weights; the tokenizer must be the running one.")
@@ -150,7 +163,7 @@ def _say(change: ServerChange, as_json: bool) -> None:
     typer.echo(json.dumps(change.result) if as_json else change.line)
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVERS)
 def down(
     address: Annotated[str, typer.Option(help="Address of the Ray cluster, as HOST:PORT.")] = "auto",
     as_json: JsonOption = False,
@@ -164,7 +177,7 @@ def down(
         typer.echo(json.dumps({"ended": ended}))
 
 
-@app.command()
+@app.command(rich_help_panel=_USE)
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN", help="Requests in OpenAI's batch format, one per line.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Output file for the answers, in the order of IN.")],
@@ -194,20 +207,11 @@ def batch(
     raise typer.Exit(exit_status)
 
 
-app.add_typer(keys, name="keys")
-app.command()(bench)
-app.command()(explain)
-app.command()(front)
-app.command()(models)
-app.command()(pull)
-app.command()(demo)
-app.command()(profile)
-app.command()(simulate)
-app.command()(compare)
-app.command()(replay)
-app.command()(advise)
-app.command()(train)
-app.command()(evaluate)
+app.command(rich_help_panel=_SERVERS)(explain)
+app.command(rich_help_panel=_SERVERS)(front)
+app.add_typer(keys, name="keys", rich_help_panel=_SERVERS)
+for study in (simulate, compare, replay, advise, demo, bench, profile, train, evaluate):
+    app.command(rich_help_panel=_STUDY)(study)
 
 if __name__ == "__main__":
     app()

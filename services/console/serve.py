@@ -239,9 +239,7 @@ def serve(
     ] = None,
     log_format: Annotated[
         str | None,
-        typer.Option(
-            help="Lines of the log: text, or json (an object a line); default: text.", rich_help_panel=_LOG
-        ),
+        typer.Option(help="Lines of the log: text, or json (an object a line); default: text.", rich_help_panel=_LOG),
     ] = None,
     log_level: Annotated[
         str | None,
@@ -252,9 +250,7 @@ def serve(
     ] = None,
     access_log: Annotated[
         bool | None,
-        typer.Option(
-            "--access-log", help="A line for each request, with the id of its answer.", rich_help_panel=_LOG
-        ),
+        typer.Option("--access-log", help="A line for each request, with the id of its answer.", rich_help_panel=_LOG),
     ] = None,
     api_key: Annotated[
         str | None,
@@ -289,9 +285,7 @@ def serve(
     ] = None,
     tls_key: Annotated[
         Path | None,
-        typer.Option(
-            "--tls-key", "--ssl-keyfile", help="Private key of --tls-cert in PEM.", rich_help_panel=_ACCESS
-        ),
+        typer.Option("--tls-key", "--ssl-keyfile", help="Private key of --tls-cert in PEM.", rich_help_panel=_ACCESS),
     ] = None,
     allow_image_urls: Annotated[
         str | None,

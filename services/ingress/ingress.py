@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -55,7 +55,7 @@ MAX_ASKED = 12
 
 
 def defects() -> tuple[type[Exception], ...]:
-    """Returns the unexpected errors of a component, from another node or from this one; without Ray there is one node."""
+    """Returns the unexpected errors of a component here, or on another node, which there is with Ray alone."""
     ray = sys.modules.get("ray.exceptions")
     return (RemoteError,) if ray is None else (ray.RayTaskError, RemoteError)
 

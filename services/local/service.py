@@ -104,6 +104,8 @@ class LocalService:
             fields = checked(kind, dict(body))
             generation = await generation_of(fields, self.model, self.encoder)
             generation = await self._whole(with_pictures(self._client, generation, ""))
+        if generation.beams is not None:
+            raise RequestRefused("use_beam_search: got true, expected false: only servers search", "use_beam_search")
         return generation.named(b"", str)
 
     async def run(

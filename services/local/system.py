@@ -16,6 +16,7 @@ from farsight.actors.runtime.component import Component, ComponentContext, compo
 from farsight.actors.runtime.names import (
     CONTROL,
     LENGTH_PREDICTOR,
+    LOG_STORE,
     ROUTER,
     STREAM_STORE,
     initial_counts,
@@ -156,7 +157,7 @@ class LocalSystem:
         """Returns once no worker has a sequence, or after ``END_S``."""
         workers = [self.site.components[worker_name(str(each))] for each in range(self.site.config.model.replicas)]
         last = asyncio.get_running_loop().time() + END_S
-        while any(each.queue for each in workers) and asyncio.get_running_loop().time() < last:
+        while any(each.queue for each in workers) and asyncio.get_running_loop().time() < last:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
 
 
@@ -179,12 +180,11 @@ async def local_system(
     system = LocalSystem(LocalSite(config, str(model_dir), "fused", sees=sees))
     names = [name for name in wanted_components(initial_counts(config, sees=sees)) if name != STREAM_STORE]
     async with AsyncExitStack() as stack:
-        starts = []
-        for name in names:
-            if forecasts or kind_of(name) != LENGTH_PREDICTOR:
-                component = system.make(name)
-                stack.push_async_callback(component.stop)
-                starts.append(component.start())
+        components = [system.make(name) for name in names if forecasts or kind_of(name) != LENGTH_PREDICTOR]
+        for component in components:
+            stack.push_async_callback(component.stop)
+        await system.site.components[LOG_STORE].start()  # the others write to it and read from it as they start
+        starts = [each.start() for each in components if each.name != LOG_STORE]
         for outcome in await asyncio.gather(*starts, return_exceptions=True):
             if outcome is not None:
                 raise outcome

@@ -141,7 +141,8 @@ async def test_what_is_in_flight_is_counted_over_all_ingress_replicas(tmp_path: 
         configured(tmp_path / "system"),
         server=ServerConfig(max_queued_requests=5, max_queued_requests_per_key=3, max_wait_s=0.0),
     )
-    async with asyncio.timeout(LONG_S), local_system(config, forecasts=False) as found, found.ingress() as a, found.ingress() as b:
+    whole = local_system(config, forecasts=False)
+    async with asyncio.timeout(LONG_S), whole as found, found.ingress() as a, found.ingress() as b:
         streams = [each.stream(_endless(number), key="x") for number, each in enumerate((a, b, a))]
         streams += [a.stream(_endless(number)) for number in (3, 4)]
         for stream in streams:
