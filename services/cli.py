@@ -23,6 +23,9 @@ from farsight.services.commands.pull import fetch_missing, models, pull
 from farsight.services.commands.replay import replay
 from farsight.services.commands.simulate import compare, simulate
 from farsight.services.commands.train import train
+from farsight.services.console.chat import chat, run
+from farsight.services.console.doctor import doctor
+from farsight.services.console.processes import ps, stop
 from farsight.services.console.serve import ENVIRONMENT, EXAMPLES, ignore_service_links, serve
 from farsight.services.console.status import status
 from farsight.services.demo.command import demo
@@ -35,11 +38,25 @@ if TYPE_CHECKING:
 
 FIRST_STEPS = """Examples:
 
-farsight serve   (a server with the embedded model)
+farsight chat smollm2   (a chat in this terminal)
+
+farsight serve smollm2   (the same model over HTTP)
+
+farsight doctor   (what this machine can do)
 
 farsight compare --presets fcfs,farsight --trace zipf   (schedulers without a GPU)
 
 farsight COMMAND -h   (what a command takes)"""
+
+CHAT_EXAMPLES = """Examples:
+
+farsight chat smollm2 --system "Answer in one sentence."
+
+farsight run smollm2 "Why is the sky blue?" --max-tokens 60
+
+cat question.txt | farsight run ./model.gguf --json
+
+farsight chat --url http://127.0.0.1:8000"""
 
 _USE, _SERVERS, _STUDY = "Use a model", "Running servers", "Schedulers, forecasts and measurements"
 
@@ -73,9 +90,14 @@ def main(
 
 
 app.command(rich_help_panel=_USE, epilog=EXAMPLES, context_settings={"auto_envvar_prefix": ENVIRONMENT})(serve)
+app.command(rich_help_panel=_USE, epilog=CHAT_EXAMPLES)(chat)
+app.command(rich_help_panel=_USE, epilog=CHAT_EXAMPLES)(run)
 app.command(rich_help_panel=_USE)(models)
 app.command(rich_help_panel=_USE)(pull)
+app.command(rich_help_panel=_USE)(doctor)
+app.command(rich_help_panel=_SERVERS)(ps)
 app.command(rich_help_panel=_SERVERS)(status)
+app.command(rich_help_panel=_SERVERS)(stop)
 
 TokenOption = Annotated[str | None, typer.Option(help="Admin token; default: FARSIGHT_ADMIN_TOKEN, or the run file's.")]
 AdminKeyOption = Annotated[
