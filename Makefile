@@ -19,7 +19,7 @@ ROOM_TESTS_simulator = tests/sim
 FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor estimator) tests/sim
 # Where Python is told to write no bytecode, each process of each server under test would compile everything again.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 25
-CODE = farsight/__init__.py core tokenization kvcache policies predictor estimator engine actors simulator services lab benchmarks tools tests examples
+CODE = farsight/*.py core tokenization kvcache policies predictor estimator engine actors simulator services lab benchmarks tools tests examples
 
 .PHONY: help setup setup-dev serve test test-fast test-nightly test-package test-clients test-attack test-sanitized test-races coverage check check-types check-rest format clean
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from farsight.core.errors import FarsightError, InvalidValueError
+from farsight.services.settings import VLLM_ANSWERS, naming
 
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 """The base of all errors of arguments, which typer does not name in public."""
@@ -58,6 +60,10 @@ def told(error: Any) -> str:
     param = getattr(error, "param", None)
     if param is None or type(error).__name__ == "MissingParameter":
         command = " ".join(["farsight", *_subcommands(error.ctx)])
+        unknown = str(getattr(error, "option_name", ""))
+        answer = VLLM_ANSWERS.get(unknown.removeprefix("--").replace("-", "_"))
+        if answer is not None and command == "farsight serve":
+            return f"{unknown}: a flag of vLLM, expected {answer}"
         return f"{error.format_message().rstrip('.')}; `{command} --help` tells what there is"
     flag = next((each for each in param.opts if each.startswith("--")), param.metavar or param.opts[0].upper())
     cause = error.__cause__
@@ -97,30 +103,5 @@ _KINDS = {
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-@contextmanager
-def naming_flags(given: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """An error of a setting that a flag has set names the flag.
-
-    Args:
-        given: Settings by section and name, None where no flag has set one.
-    """
-    try:
-        yield
-    except InvalidValueError as error:
-        setting = "model.path" if error.field == "model" else error.field  # as the engine names it
-        section, _, key = setting.rpartition(".")
-        if given.get(section, {}).get(key) is None:
-            raise
-        flag = _FLAGS.get(setting, f"--{key.replace('_', '-')}")
-        raise type(error)(flag, error.value, error.expected) from error
-
-
-_FLAGS = {
-    "model.path": "--model",
-    "model.name": "--served-model-name",
-    "model.also_named": "--served-model-name",
-    "engine.num_threads": "--threads",
-    "predictor.artefact": "--predictor",
-    "predictor.encoder": "--predictor-encoder",
-}
-"""Flags of settings that have another name."""
+naming_flags = functools.partial(naming, flags=True)
+"""An error of a setting that a flag has set names the flag; takes settings by section and name, None for not given."""

@@ -8,6 +8,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from farsight.core.config.server import is_loopback
@@ -60,6 +61,39 @@ def published(port: int, admin_token: str, tls_cert: str = "") -> Iterator[Path]
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """What a server of this user has published.
+
+    Attributes:
+        written_at: Seconds since the epoch; its process is older.
+        uses_tls: Whether it speaks HTTPS.
+    """
+
+    port: int
+    pid: int
+    written_at: float
+    uses_tls: bool
+
+
+def run_files() -> list[RunFile]:
+    """Returns the run files of this user's servers by port, also of servers that have been killed.
+
+    Raises:
+        FarsightError: The directory belongs to another user.
+    """
+    directory = run_directory()
+    if not directory.exists():
+        return []
+    _check_owner(directory)
+    found = []
+    for path in directory.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it goes just now, or is no run file
+            fields = json.loads(path.read_text("utf-8"))
+            found.append(RunFile(int(path.stem), int(fields["pid"]), path.stat().st_mtime, bool(fields["tls_cert"])))
+    return sorted(found, key=lambda each: each.port)
 
 
 def find_admin_token(port: int, host: str = "127.0.0.1") -> str:

@@ -123,11 +123,8 @@ def settings_declared_twice() -> list[str]:
 
 
 def files_to_first_token(preset: str) -> int:
-    import ray
+    from tools.request_path import trace_request
 
-    from tools.request_path import no_cluster, trace_request
-
-    ray.init = no_cluster
     with tempfile.TemporaryDirectory() as folder:
         return len(asyncio.run(trace_request(preset, Path(folder))))
 
@@ -137,10 +134,10 @@ def measures() -> dict[str, Any]:
     rooms = {room: imports_of(room) for room in ROOMS}
     http = {module: others for module, others in rooms["services"].items() if f"{module}.".startswith(f"{HTTP}.")}
     return {
-        "house_lines": num_lines("farsight/__init__.py", *ROOMS),
+        "house_lines": num_lines("farsight", *ROOMS),
         "laboratory_lines": num_lines(*LABORATORY),
         "test_lines": num_lines("tests"),
-        "files": len(python_files("farsight/__init__.py", *ROOMS, "lab")),
+        "files": len(python_files("farsight", *ROOMS, "lab")),
         "http_floors": floors({module: others & http.keys() for module, others in http.items()}),
         "files_to_first_token": files_to_first_token(SchedulerConfig().preset),
         "settings_declared_twice": settings_declared_twice(),

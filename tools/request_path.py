@@ -20,10 +20,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 import httpx
-import ray
 from fastapi import FastAPI
 from starlette.types import Message
 
@@ -33,8 +31,9 @@ from farsight.core.config.load import FarsightConfig
 from farsight.core.config.scheduling import SchedulerConfig
 from farsight.services.api.app import build_app
 from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.launch.launch import EMBEDDED_MODEL
+from farsight.services.local.system import local_system
 from tests.unit.actors.components import until
-from tests.unit.services.local_system import MODEL, local_system
 
 ROOT = Path(__file__).parents[1]
 WITHIN_S = 300.0
@@ -81,8 +80,8 @@ async def trace_request(preset: str, directory: Path) -> dict[str, Counter[str]]
         log=LogConfig(path=str(directory / "log.sqlite")),
     )
     trace = FileTrace()
-    async with asyncio.timeout(WITHIN_S), local_system(config) as house, house.ingress() as backend:
-        app = build_app(backend, PromptEncoder(MODEL))
+    async with asyncio.timeout(WITHIN_S), local_system(config, forecasts=False) as house, house.ingress() as backend:
+        app = build_app(backend, PromptEncoder(EMBEDDED_MODEL))
         await until_first_token(app, lambda: None)
         machine = house.machine()
         await until(lambda: machine.num_waiting + machine.num_admitted + backend.num_open == 0)
@@ -134,18 +133,12 @@ async def until_first_token(app: FastAPI, on_token: Callable[[], None]) -> None:
     await app(scope, receive, send)
 
 
-def no_cluster(*_: object, **__: object) -> NoReturn:
-    """Takes the place of ``ray.init``: no component of that name is found."""
-    raise ValueError("this process has no cluster")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Prints the list."""
     parser = argparse.ArgumentParser(prog="python -m tools.request_path", description=__doc__)
     parser.add_argument("--preset", default="fcfs", help="the preset that decides (default: fcfs)")
     parser.add_argument("--functions", action="store_true", help="name the functions that ran, not only their files")
     args = parser.parse_args(argv)
-    ray.init = no_cluster  # Ray would start one to look for a component that is not served here
     with tempfile.TemporaryDirectory() as directory:
         files = asyncio.run(trace_request(args.preset, Path(directory)))
     for name, calls in files.items():

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
 from prometheus_client import Counter, Gauge, Histogram
 
 from farsight.actors.calls.scheduling import ImageEncoderCalls
@@ -147,7 +147,7 @@ class ImageEncoder(Component, ImageEncoderCalls):
         Raises:
             InvalidValueError: The model, its directory or a setting cannot be used.
         """
-        if ray.is_initialized():
+        if "ray" in sys.modules and sys.modules["ray"].is_initialized():  # without Ray the process does more than this
             with suppress(OSError):
                 os.nice(_NICE)
             return_large_blocks()

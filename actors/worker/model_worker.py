@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
 from prometheus_client import Counter, Histogram
 
 from farsight.actors.calls.scheduling import RankTicket, WorkerCalls
@@ -144,6 +143,8 @@ class ModelWorker(Component, WorkerCalls):
 
     def _open_ranks(self, loop: asyncio.AbstractEventLoop) -> Ranks:
         """Listens for the other ranks of the replica."""
+        import ray  # not at the top: a service without Ray has no further ranks
+
         from farsight.engine.parallel.links import Gathering, Ranks
         from farsight.engine.parallel.mesh import Mesh
 

@@ -40,7 +40,16 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def ask(server: str, path: str, timeout_s: float, token: str = "", body: dict[str, Any] | None = None) -> Any:
-    """Returns the JSON answer to a GET, or to a POST if there is a body.
+    """Returns the JSON answer to a GET, or to a POST if there is a body; arguments and errors as of ``read``."""
+    data = read(server, path, timeout_s, token, body)
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise FarsightError(f"no server answers at {server}: {error}") from error
+
+
+def read(server: str, path: str, timeout_s: float, token: str = "", body: dict[str, Any] | None = None) -> bytes:
+    """Returns the answer to a GET, or to a POST if there is a body.
 
     Redirects are not followed: the key is for one server.
 
@@ -51,18 +60,29 @@ def ask(server: str, path: str, timeout_s: float, token: str = "", body: dict[st
     Raises:
         FarsightError: The server refused, with its own message; or no server answers, and why.
     """
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(server + path, data, headers)
     try:
-        with _opener(server).open(request, timeout=timeout_s) as reply:
-            return json.loads(_bounded(reply))
-    except urllib.error.HTTPError as error:
-        raise FarsightError(_refusal(error)) from error
+        with open_answer(server, path, timeout_s, token, body) as reply:
+            return _bounded(reply)
     except TimeoutError as error:
         raise FarsightError(f"no server answers at {server} within {timeout_s:g} s; it may be busy") from error
     except (OSError, ValueError) as error:
         raise FarsightError(f"no server answers at {server}: {_reason(error)}") from error
+
+
+def open_answer(server: str, path: str, timeout_s: float, token: str = "", body: dict[str, Any] | None = None) -> Any:
+    """Returns the open answer, to be read line by line and closed; arguments as of ``read``.
+
+    Raises:
+        FarsightError: The server refused, with its own message.
+        OSError, ValueError: No server answers.
+    """
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server + path, data, headers)
+    try:
+        return _opener(server).open(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        raise FarsightError(_refusal(error)) from error
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -144,7 +144,7 @@ def explain(
     if as_json:
         typer.echo(json.dumps(found))
     else:
-        _print(found)
+        print_explanation(found)
 
 
 def _ask(url: str, response_id: str, api_key: str | None) -> dict[str, Any]:
@@ -166,7 +166,8 @@ def _what_if(url: str, found: dict[str, Any], change: str, api_key: str | None) 
     return [ask(url, f"{path}?{query}", SIMULATED_TIMEOUT_S, key) for query in queries]
 
 
-def _print(found: dict[str, Any]) -> None:
+def print_explanation(found: dict[str, Any]) -> None:
+    """Prints an ``Explanation``, as JSON has it: a timeline for each choice."""
     from rich.console import Console
 
     console = Console(highlight=False)

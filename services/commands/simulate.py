@@ -117,7 +117,7 @@ def simulate(
     given = dict(locals())
     with one_line_errors():
         is_saved = config is not None and config.suffix != ".toml"
-        experiment = _saved(context, config) if is_saved else _experiment(given, preset, seed)  # type: ignore[arg-type]
+        experiment = _saved(context, config) if is_saved else experiment_from(given, preset, seed)  # type: ignore[arg-type]
         if plot is not None:
             from farsight.simulator.plots import check_matplotlib
 
@@ -154,7 +154,7 @@ def compare(
         names = preset_names("--presets", presets)
         if seeds < 1:
             raise ConfigError("--seeds", seeds, "an integer >= 1")
-        experiment = _experiment(given, names[0], seed)
+        experiment = experiment_from(given, names[0], seed)
         _compare(experiment, names, range(seed, seed + seeds), as_json)
 
 
@@ -223,22 +223,28 @@ def _saved(context: typer.Context, path: Path) -> Experiment:
     return read_config(path)
 
 
-def _experiment(given: dict[str, Any], preset: str | None, seed: int) -> Experiment:
+def experiment_from(given: Mapping[str, Any], preset: str | None, seed: int) -> Experiment:
+    """Returns the experiment of these values of flags; a flag that is not given has its default.
+
+    Raises:
+        FarsightError: A value is wrong; names the flag, or the field.
+    """
     from dataclasses import replace
 
     from farsight.simulator.summary import Sla
 
-    latency, kv_tokens = hardware(given["gpu"], given["model"], given["tensor_parallel"], given["profile"])
+    value = {"trace": "sharegpt-like", "predictor": "none", "sla_ttft": 10.0, "sla_mtpot": 1.5, **given}.get
+    latency, kv_tokens = hardware(value("gpu"), value("model"), value("tensor_parallel"), value("profile"))
     experiment = replace(
-        experiment_of(given["config"], given["replicas"], given["max_num_seqs"]),
-        workload=given["trace"],
-        num_requests=given["requests"],
-        rate=given["rate"],
-        clients=given["clients"],
-        predictor=given["predictor"],
+        experiment_of(value("config"), value("replicas"), value("max_num_seqs")),
+        workload=value("trace"),
+        num_requests=value("requests"),
+        rate=value("rate"),
+        clients=value("clients"),
+        predictor=value("predictor"),
         latency=latency,
-        kv_tokens=kv_tokens if given["kv_tokens"] is None else given["kv_tokens"],
-        sla=Sla(given["sla_ttft"], given["sla_mtpot"]),
+        kv_tokens=kv_tokens if value("kv_tokens") is None else value("kv_tokens"),
+        sla=Sla(value("sla_ttft"), value("sla_mtpot")),
         seed=seed,
     )
     return experiment if preset is None else experiment.under(preset)

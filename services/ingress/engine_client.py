@@ -70,6 +70,7 @@ class EngineClient:
         prefix_block_size: Tokens of the blocks by which prompts are compared; 0 if the placement compares none.
         ingress_id: End of the name of this process's actor, by which other processes find out whether it lives
             (``actors.runtime.component``); random where there is no actor.
+        listens: Whether this process shows its metrics on a port of its own.
 
     Attributes:
         overview: What operators see of the service from here.
@@ -84,7 +85,9 @@ class EngineClient:
         *,
         prefix_block_size: int = 0,
         ingress_id: str = "",
+        listens: bool = True,
     ) -> None:
+        self._listens = listens
         self._prefix_block_size = prefix_block_size
         self._peers = site.peers()
         self._router = self._peers.router()
@@ -130,7 +133,8 @@ class EngineClient:
 
     async def start(self) -> None:
         """Starts the background pumps, on the event loop that serves requests."""
-        self._port = await self._health.start()
+        if self._listens:
+            self._port = await self._health.start()
         work = [self._pump_outgoing, self._pump_announcements, self._log.run, self._traces.run]
         if self.model.image_input is not None:
             work.append(self._images.run)

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,20 +15,13 @@ from farsight.actors.runtime.garbage import collect_when_quiet, leave_full_colle
 from farsight.actors.runtime.hosts import keep_supervisor
 from farsight.actors.runtime.log_lines import send_log_lines
 from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and_again
-from farsight.core.abilities import Abilities
-from farsight.core.config.load import FarsightConfig
 from farsight.core.config.server import ServerConfig, is_loopback
 from farsight.core.errors import CapacityError, ConfigError
 from farsight.core.messages.fleet import ServedModel
-from farsight.engine.checkpoint.encoder_config import abilities_of
-from farsight.engine.vision.geometry import load_geometry
-from farsight.estimator.profile_file import profile_label
-from farsight.policies.compose import forecasting_presets, predicts_requests
 from farsight.services.api.access.access_control import AccessControl, access_settings
 from farsight.services.api.access.metered import MeteredGenerator
 from farsight.services.api.admin import Administration
 from farsight.services.api.app import build_app
-from farsight.services.api.backend import ImageInput, ModelInfo
 from farsight.services.api.batches.files import Files
 from farsight.services.api.batches.records import Batches
 from farsight.services.api.batches.running import BatchRunner, RunningPlace
@@ -42,6 +34,7 @@ from farsight.services.ingress.engine_client import EngineClient
 from farsight.services.ingress.liveness import Liveness, publish
 from farsight.services.ingress.paced_http import pace_http
 from farsight.services.ingress.predictor_client import line_forecasts
+from farsight.services.ingress.served_model import model_info
 from farsight.services.ingress.supervisor_link import SUPERVISED_S, SupervisorLink, TenantExchange, TrafficReports
 from farsight.services.proxy.haproxy import PROXY_DIRECTORY_VARIABLE
 from farsight.services.proxy.ports import keep_on_loopback
@@ -217,58 +210,15 @@ async def open_client(site: Site, ingress_id: str = "") -> EngineClient:
     finally:
         supervising.cancel()
         await asyncio.gather(supervising, return_exceptions=True)
-    ready = served.ready
-    model = ModelInfo(
-        name=site.config.model.name,
-        aliases=site.config.model.aliases,
-        created=int(time.time()),
-        max_model_len=ready.max_model_len,
-        pool_limited=ready.pool_limited,
-        vocab_size=ready.vocab_size,
-        end_ids=ready.end_ids,
-        benchmark_mode=site.config.engine.benchmark_mode,
-        emulated=profile_label(site.config.engine.profile),
-        no_forecasts=why_no_forecasts(site.config),
-        abilities=served_abilities(site),
-        image_input=served_image_input(site),
-        root=site.model_dir,
-    )
     client = EngineClient(
         site,
-        model,
+        model_info(site, served.ready),
         lambda: keep_supervisor(site),
         prefix_block_size=served.prefix_block_size,
         ingress_id=ingress_id,
     )
     await client.start()
     return client
-
-
-def why_no_forecasts(config: FarsightConfig) -> str:
-    """Returns why requests get no forecasts of their own, and what makes them; empty if they get them."""
-    if predicts_requests(config):
-        return ""
-    preset, makers = config.scheduler.preset, forecasting_presets()
-    if preset in makers:
-        return "Requests get no forecasts of their own: predictor.from_traffic is off, and no --predictor is given."
-    made = f"Forecasts come with the presets {', '.join(makers)}, and with any preset under --predictor"
-    return f"Preset {preset} makes no forecasts of single requests. {made} (what farsight train wrote)."
-
-
-def served_abilities(site: Site) -> Abilities:
-    """Returns what the replicas of our own engine can do; other servers only generate."""
-    if not site.config.model.replicas or site.config.engine.profile:
-        return Abilities()
-    return abilities_of(Path(site.model_dir))
-
-
-def served_image_input(site: Site) -> ImageInput | None:
-    """Returns how the replicas of our own engine read pictures; None if they do not."""
-    geometry = load_geometry(Path(site.model_dir)) if site.sees else None
-    if geometry is None:
-        return None
-    text = f"{geometry.before}{geometry.placeholder}{geometry.after}"
-    return ImageInput(text, geometry.placeholder_id, site.config.images.max_per_request)
 
 
 async def _wait_for_model(site: Site) -> ServedModel:

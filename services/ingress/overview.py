@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import sys
 from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import aiohttp
-from ray.exceptions import RayTaskError
 
 from farsight.actors.calls.failures import RemoteError
 from farsight.actors.runtime.component import kind_of
@@ -53,8 +53,11 @@ ARTEFACTS_FOR_S = 10.0
 MAX_ASKED = 12
 """Most components of a kind that are asked for their last decisions."""
 
-DEFECTS = (RayTaskError, RemoteError)
-"""Unexpected errors of a component, from another node or from this one."""
+
+def defects() -> tuple[type[Exception], ...]:
+    """Returns the unexpected errors of a component here, or on another node, which there is with Ray alone."""
+    ray = sys.modules.get("ray.exceptions")
+    return (RemoteError,) if ray is None else (ray.RayTaskError, RemoteError)
 
 
 R = TypeVar("R")
@@ -65,7 +68,7 @@ async def _said(asked: Awaitable[R], otherwise: R) -> R:
     try:
         async with asyncio.timeout(TIMEOUT_S):
             return await asked
-    except (FarsightError, TimeoutError, *DEFECTS):
+    except (FarsightError, TimeoutError, *defects()):
         return otherwise
 
 
@@ -137,7 +140,7 @@ class Overview:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await asked
-        except (PeerLost, TimeoutError, *DEFECTS) as error:
+        except (PeerLost, TimeoutError, *defects()) as error:
             raise FarsightError(f"{who} does not answer") from error
 
     async def healthy(self) -> bool:

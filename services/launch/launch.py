@@ -91,18 +91,12 @@ def find_model(config: FarsightConfig) -> LocatedModel:
         InvalidValueError: The model does not exist, is not supported or cannot run as configured.
     """
     from farsight.engine.build import check_worker
-    from farsight.engine.checkpoint.model_config import resolve_model_dir
     from farsight.engine.parallel.mesh import Mesh
     from farsight.engine.vocabulary import vocabulary_size
     from farsight.services.api.text.prompts import PromptEncoder
     from farsight.tokenization.gguf_file import held_header
 
-    model = LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
-    if config.model.path == VISION_PATH:
-        model = LocatedModel(VISION_MODEL, config.model.name or VISION_NAME)
-    elif config.model.path:
-        directory = resolve_model_dir(config.model.path, weights=config.model.replicas > 0)
-        model = LocatedModel(directory, config.model.name or _name_of(config.model.path))
+    model = locate_model(config)
     _header = held_header(model.directory)
     # Refuse a model that cannot run before anything starts.
     if config.model.replicas:
@@ -111,6 +105,22 @@ def find_model(config: FarsightConfig) -> LocatedModel:
     else:
         vocabulary_size(model.directory)
     return dataclasses.replace(model, chats=PromptEncoder(model.directory, config.model).chats)
+
+
+def locate_model(config: FarsightConfig) -> LocatedModel:
+    """Returns the configured model, or the embedded one; nothing of it is read.
+
+    Raises:
+        InvalidValueError: The model does not exist.
+    """
+    from farsight.engine.checkpoint.model_config import resolve_model_dir
+
+    if config.model.path == VISION_PATH:
+        return LocatedModel(VISION_MODEL, config.model.name or VISION_NAME)
+    if not config.model.path:
+        return LocatedModel(EMBEDDED_MODEL, config.model.name or EMBEDDED_NAME)
+    directory = resolve_model_dir(config.model.path, weights=config.model.replicas > 0)
+    return LocatedModel(directory, config.model.name or _name_of(config.model.path))
 
 
 def _absolute(path: str) -> str:
@@ -153,13 +163,13 @@ def _sees(config: FarsightConfig, directory: Path) -> bool:
 
 def _find_predictor(predictor: PredictorConfig, preset: str) -> PredictorConfig:
     """The predictor's configuration with absolute paths, after a check that its files can be read."""
-    from farsight.predictor.artefact import ArtefactError, load
-    from farsight.predictor.models import check_artefact
-
     grows_forest = preset == "magnus" and predictor.from_traffic and not predictor.artefact
     predictor = dataclasses.replace(predictor, encoder=_find_encoder(predictor.encoder, by_default=grows_forest))
     if not predictor.artefact:
         return predictor
+    from farsight.predictor.artefact import ArtefactError, load
+    from farsight.predictor.models import check_artefact
+
     path = Path(predictor.artefact).absolute()
     try:
         check_artefact(load(path))

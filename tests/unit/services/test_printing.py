@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from farsight.services.cli import _print_status, print_processes
+from farsight.services.console.status import print_components, print_processes
 from farsight.services.progress import StatusLine, progress_bar, status_line
 from farsight.services.words import counted
 
@@ -111,13 +111,14 @@ def test_what_each_process_uses_is_told_with_what_it_hosts(capsys: pytest.Captur
 
 def test_why_a_process_was_replaced_or_is_degraded_is_told_where_one_is(capsys: pytest.CaptureFixture[str]) -> None:
     why = "no answer for 10.0 s, stopped or blocked"
-    _print_status([status_row("worker-0", last_end=why), status_row("worker-1", degraded="cannot write the log")], [])
+    degraded = status_row("worker-1", degraded="cannot write the log")
+    print_components([status_row("worker-0", last_end=why), degraded], [])
     lines = capsys.readouterr().out.splitlines()
     (replaced,) = (line for line in lines if why in line)
     assert "worker-0" in replaced and " 2 " in replaced
     assert [line for line in lines if "cannot write the log" in line and "worker-1" in line]
     assert sum("degraded" in line for line in lines) == 2
-    _print_status([status_row("worker-0")], [])
+    print_components([status_row("worker-0")], [])
     assert "replaced" not in capsys.readouterr().out
 
 

@@ -48,11 +48,11 @@ from farsight.policies.replica.events import (
 from farsight.services.api.requests import unnamed_request
 from farsight.services.commands.conformance import main
 from farsight.services.ingress.engine_client import EngineClient
+from farsight.services.local.system import LocalSystem, local_system
 from farsight.simulator.cluster.fleet import Fleet, FleetShape
 from farsight.simulator.cluster.replica import ReplicaShape
 from farsight.simulator.traffic.workload import SimRequest
 from tests.unit.actors.components import LONG_S, until
-from tests.unit.services.local_system import LocalSystem, local_system
 
 CONTINUOUS = [name for name, preset in PRESETS.items() if preset.mode == "continuous"]
 IN_BATCHES = ["magnus", "multi-bin"]
@@ -70,7 +70,7 @@ async def system(preset: str, directory: Path) -> AsyncIterator[LocalSystem]:
         scheduler=SchedulerConfig(preset=preset, standby_slots=4, quantum_s=0.01, event_log=str(directory)),
         log=LogConfig(path=str(directory / "log.sqlite")),
     )
-    async with local_system(config) as found:
+    async with local_system(config, forecasts=False) as found:
         yield found
 
 
@@ -229,7 +229,7 @@ async def serve_batches(preset: str, directory: Path) -> None:
         log=LogConfig(path=str(directory / "log.sqlite")),
         predictor=PredictorConfig(from_traffic=False),  # the log does not say what was forecast for whom
     )
-    async with asyncio.timeout(LONG_S), local_system(config) as found:
+    async with asyncio.timeout(LONG_S), local_system(config, forecasts=False) as found:
         async with found.ingress() as client:
             streams = []
             for index in range(NUM_CLIENTS):

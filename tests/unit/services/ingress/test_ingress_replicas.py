@@ -29,9 +29,9 @@ from farsight.policies.compose import forecasting_presets, predicts_requests
 from farsight.policies.presets import PRESETS
 from farsight.services.api.requests import unnamed_request
 from farsight.services.ingress.engine_client import EngineClient
-from farsight.services.ingress.ingress import why_no_forecasts
+from farsight.services.ingress.served_model import why_no_forecasts
+from farsight.services.local.system import LocalSystem, local_system
 from tests.unit.actors.components import LONG_S, until
-from tests.unit.services.local_system import LocalSystem, local_system
 
 NUM_REPLICAS = 3
 NUM_ROUNDS = 4
@@ -67,7 +67,7 @@ def configured(directory: Path) -> FarsightConfig:
 
 @asynccontextmanager
 async def system(directory: Path) -> AsyncIterator[LocalSystem]:
-    async with asyncio.timeout(LONG_S), local_system(configured(directory)) as found:
+    async with asyncio.timeout(LONG_S), local_system(configured(directory), forecasts=False) as found:
         yield found
 
 
@@ -141,7 +141,8 @@ async def test_what_is_in_flight_is_counted_over_all_ingress_replicas(tmp_path: 
         configured(tmp_path / "system"),
         server=ServerConfig(max_queued_requests=5, max_queued_requests_per_key=3, max_wait_s=0.0),
     )
-    async with asyncio.timeout(LONG_S), local_system(config) as found, found.ingress() as a, found.ingress() as b:
+    whole = local_system(config, forecasts=False)
+    async with asyncio.timeout(LONG_S), whole as found, found.ingress() as a, found.ingress() as b:
         streams = [each.stream(_endless(number), key="x") for number, each in enumerate((a, b, a))]
         streams += [a.stream(_endless(number)) for number in (3, 4)]
         for stream in streams:
@@ -170,7 +171,7 @@ async def test_a_request_that_was_admitted_wrongly_ends_with_an_error(tmp_path: 
         scheduler=SchedulerConfig(preset="fcfs"),
         server=ServerConfig(max_wait_s=0.1, first_token_deadline_s=0.1),
     )
-    async with asyncio.timeout(LONG_S), local_system(config) as found, found.ingress() as client:
+    async with asyncio.timeout(LONG_S), local_system(config, forecasts=False) as found, found.ingress() as client:
         client.first_check._check_delay = lambda *_: 0.0  # type: ignore[method-assign]
         first = client.stream(_endless(0))
         await anext(first)

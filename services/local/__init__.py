@@ -1,0 +1,1 @@
+"""A service in one process, without Ray and without HTTP: what Python programs, ``farsight chat`` and tests run."""
