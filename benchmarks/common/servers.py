@@ -21,8 +21,10 @@ from typing import Any
 import psutil
 
 from benchmarks.common.tagged import wait_until_gone
+from farsight.engine.checkpoint.gguf_model import gguf_config
 from farsight.services.bench.load import ProcessTree
 from farsight.services.launch.launch import EMBEDDED_NAME
+from farsight.tokenization.gguf_file import is_gguf, read_gguf
 
 TAG = "FARSIGHT_BENCH_RUN"
 """Environment variable that marks every process of the server, whichever process adopts it."""
@@ -171,8 +173,12 @@ def free_port() -> int:
 
 
 def vocab_size(model_dir: Path) -> int:
-    """As the model's ``config.json`` says it."""
-    size: int = json.loads((model_dir / "config.json").read_text("utf-8"))["vocab_size"]
+    """As the model's ``config.json`` says it, or the header of its GGUF file."""
+    if is_gguf(model_dir):
+        raw = gguf_config(read_gguf(model_dir))
+    else:
+        raw = json.loads((model_dir / "config.json").read_text("utf-8"))
+    size: int = raw["vocab_size"]
     return size
 
 

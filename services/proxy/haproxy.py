@@ -19,6 +19,7 @@ import psutil
 
 from farsight.core.config.server import ServerConfig
 from farsight.core.errors import ConfigError
+from farsight.core.processors import usable_processors
 from farsight.services.proxy.haproxy_config import (
     INGRESS_BACKEND,
     SILENCE_S,
@@ -105,6 +106,8 @@ PROXY_DIRECTORY_VARIABLE = "FARSIGHT_PROXY_DIRECTORY"
 _MAX_CONNECTIONS = 30_000
 _SPARE_FILES = 500
 """Open files of HAProxy besides connections: listeners, checks, internal files."""
+
+_MOST_THREADS = 4
 
 BACKLOG = 4096
 """Connections that wait to be accepted, also while no HAProxy runs."""
@@ -207,6 +210,11 @@ def listening_socket(host: str, port: int, write_s: float) -> socket.socket:
     return listener
 
 
+def proxy_threads(num_processors: int) -> int:
+    """The number of HAProxy's threads: one passes on some 10,000 events a second, and the model wants the processors."""
+    return min(_MOST_THREADS, max(1, num_processors // 4))
+
+
 class HAProxyRunner:
     """Runs HAProxy with the present ingress replicas as its servers, from ``start`` to ``stop``.
 
@@ -230,7 +238,13 @@ class HAProxyRunner:
     ) -> None:
         self._listener = listening_socket(server.host, server.port, server.write_timeout_s)
         self._settings = FrontendSettings(
-            self._listener.fileno(), directory, max_connections(), frontend_limits(server), check_interval, silence_s
+            self._listener.fileno(),
+            directory,
+            max_connections(),
+            frontend_limits(server),
+            check_interval,
+            silence_s,
+            proxy_threads(usable_processors()),
         )
         self._find = find
         self._servers: tuple[IngressServer, ...] = ()

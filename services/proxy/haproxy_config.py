@@ -82,6 +82,7 @@ class FrontendSettings:
         limits: Limits of clients' connections.
         check_interval: Between two health checks of an ingress replica, as HAProxy writes times.
         silence_s: An exchange ends where an ingress replica neither takes nor sends a byte for so many seconds.
+        num_threads: HAProxy's threads. Each one that has work at a step is a wake-up of its own.
     """
 
     descriptor: int
@@ -90,6 +91,7 @@ class FrontendSettings:
     limits: ConnectionLimits
     check_interval: str = "1s"
     silence_s: float = SILENCE_S
+    num_threads: int = 1
 
 
 def config_text(servers: Sequence[IngressServer], settings: FrontendSettings) -> str:
@@ -117,7 +119,7 @@ def _global(settings: FrontendSettings) -> list[str]:
         "global",
         f"    stats socket {settings.directory / SOCKET_FILE} mode 600 level admin",
         f"    maxconn {settings.max_connections}",
-        "    nbthread 4",
+        f"    nbthread {settings.num_threads}",
     ]
 
 

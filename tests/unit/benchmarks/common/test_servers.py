@@ -18,6 +18,7 @@ from benchmarks.common.servers import RunningServer, ServerCommand, vocab_size
 from benchmarks.common.tagged import wait_until_gone
 from benchmarks.peers.commands import PeerOptions, installed_versions, peer
 from tests.free_ports import free_port
+from tests.published import smollm2
 
 ROOT = Path(__file__).parents[4]
 LONG_S = 240.0
@@ -130,3 +131,7 @@ def test_each_peer_is_started_in_its_own_words(tmp_path: Path) -> None:
     assert found["python"].startswith("3.") and found["torch"]
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 77}))
     assert vocab_size(tmp_path) == 77
+
+
+def test_the_vocabulary_of_a_gguf_file_is_in_its_header() -> None:
+    assert vocab_size(smollm2()) == 49_152
