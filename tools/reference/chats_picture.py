@@ -1,4 +1,4 @@
-"""The picture of the README that compares: tokens a second of real chats beside other servers, from the results page."""
+"""The README's picture that compares: tokens a second of real chats beside other servers, from the results page."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def chats_picture(docs: Path) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif">',
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
-        '<text x="16" y="22" font-size="14" fill="#1b1f24">Real chats with SmolLM2 on two processors, output tokens per '
-        "second (more is better)</text>",
+        '<text x="16" y="22" font-size="14" fill="#1b1f24">Real chats with SmolLM2, two processors, output tokens a '
+        "second</text>",
     ]
     for i, (server, in_flight, theirs, ours, ratio) in enumerate(rows):
         y = _TOP + i * (2 * _BAR + _GAP)
