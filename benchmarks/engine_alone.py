@@ -1,7 +1,8 @@
 """The engine in one process, without Ray and HTTP: ``python -m benchmarks.engine_alone --model DIR --workload NAME``.
 
 Closed loop: so many requests are under way, the next starts when one ends. Each goes to its full length, greedily or
-as ``--temperature`` and ``--top-p`` say.
+as ``--temperature`` and ``--top-p`` say. Prompts and seeds are those of ``farsight bench --vocab-size N --salt 0`` with
+the same workload, number and concurrency: how many guessed tokens come true depends on them, and with it the rate.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class EngineBench:
     Args:
         rows: The requests of a run.
         vocab_size: Prompts hold ids below it.
-        sampling: What all requests have in common.
+        sampling: What all requests have in common; its seed is that of the first.
     """
 
     def __init__(self, engine: Engine, rows: list[BenchRequest], vocab_size: int, sampling: SamplingParams) -> None:
@@ -138,19 +139,8 @@ class EngineBench:
 
     def _requests(self, most_tokens: int | None = None) -> list[tuple[list[int], SamplingParams]]:
         """Prompts that no earlier run has used, so that the prefix cache does not help."""
-        salt, self._num_runs = self._num_runs, self._num_runs + 1
-        return [
-            (
-                row.prompt_ids(self._vocab_size, salt),
-                replace(
-                    self._sampling,
-                    max_new_tokens=min(row.output_tokens, most_tokens or row.output_tokens),
-                    seed=number,
-                    ignore_eos=True,
-                ),
-            )
-            for number, row in enumerate(self._rows)
-        ]
+        self._num_runs += 1
+        return drawn_requests(self._rows, self._vocab_size, self._sampling, self._num_runs, most_tokens)
 
     def _drive(self, requests: list[tuple[list[int], SamplingParams]], concurrency: int) -> StepLog:
         log = StepLog()
@@ -180,6 +170,29 @@ class EngineBench:
         return request is not None
 
 
+def drawn_requests(
+    rows: Sequence[BenchRequest], vocab_size: int, sampling: SamplingParams, run: int, most_tokens: int | None = None
+) -> list[tuple[list[int], SamplingParams]]:
+    """Returns what ``farsight bench --salt 0`` sends in a run: prompts, and settings with the seed of each request.
+
+    Args:
+        run: Its number in the call, from 1; a warm-up is a run.
+        most_tokens: Limit of the outputs of a warm-up.
+    """
+    return [
+        (
+            row.prompt_ids(vocab_size, run),
+            replace(
+                sampling,
+                max_new_tokens=min(row.output_tokens, most_tokens or row.output_tokens),
+                seed=sampling.seed + row.id,
+                ignore_eos=True,
+            ),
+        )
+        for row in rows
+    ]
+
+
 def main() -> None:
     """Runs every concurrency and prints the table."""
     args = _parse()
@@ -193,7 +206,7 @@ def main() -> None:
     }
     engine = Engine(args.model, dtype=args.dtype, engine=EngineConfig(**options))
     rows = make_workload(args.workload, args.n, args.seed)
-    sampling = SamplingParams(1, temperature=args.temperature, top_p=args.top_p)
+    sampling = SamplingParams(1, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
     bench = EngineBench(engine, rows, args.vocab or vocab_size(Path(args.model)), sampling)
     levels = []
     for concurrency in args.concurrency:
