@@ -158,6 +158,7 @@ class SamplingParams:
         reasoning: Most tokens of its reasoning; None for no limit.
         benchmark_len: The output ends here as if by EOS, and EOS does not end it before; for benchmarks. Only the code
             that samples may read it: a scheduler that did would know what no scheduler can.
+        looks_back: Derived: the choice of a token needs the tokens before it.
         plain: Derived: the likeliest token is taken as it is, and nothing more is to be known about it.
     """
 
@@ -185,6 +186,7 @@ class SamplingParams:
     pooling: str = ""
     second_at: int = 0
     reasoning: ReasoningBudget | None = None
+    looks_back: bool = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -204,7 +206,9 @@ class SamplingParams:
         ok = not (self.grammar and (self.ignore_eos or self.benchmark_len is not None))
         _require(ok, "ignore_eos", True, "false where the output follows a grammar: EOS ends it")
         self._check_pooling()
-        plain = self.greedy and not self.looks_back and self.logprobs is None
+        looks_back = self.adjusts or self.is_followed
+        object.__setattr__(self, "looks_back", looks_back)
+        plain = self.greedy and not looks_back and self.logprobs is None
         object.__setattr__(self, "plain", plain)
 
     def _check_penalties(self) -> None:
@@ -275,11 +279,6 @@ class SamplingParams:
         """Whether logits are changed before a token is chosen, greedily or not."""
         restricts = bool(self.allowed_token_ids or self.bad_words)
         return self.penalizes or bool(self.logit_bias) or self.min_tokens > 0 or restricts
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether the choice of a token needs the tokens before it."""
-        return self.adjusts or self.is_followed
 
     @property
     def is_followed(self) -> bool:

@@ -387,8 +387,9 @@ class Worker:
             return self._failure(sequence.request, end, failure.reason, failure.fault)
         text = emission.shown
         if text is None:
-            shown = (self._show(sequence, token, at) for at, token in enumerate(emission.token_ids, emission.start))
-            text = "".join(shown)
+            text = ""
+            for at, token in enumerate(emission.token_ids, emission.start):
+                text += self._show(sequence, token, at)
         if end is not None:
             text += sequence.text.flush()
         delta = TokenDelta(

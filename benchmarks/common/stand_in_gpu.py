@@ -30,6 +30,7 @@ from farsight.engine.models import model
 from farsight.engine.models.fused_layers import FusedLayers
 from farsight.engine.sampling.device_draws import DeviceDraws
 from farsight.engine.steps import backends
+from farsight.engine.steps.decode_graphs import LaunchedTokens
 from farsight.engine.steps.recording import Capture
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -116,6 +117,19 @@ class _Draws(DeviceDraws):
         tokens.fill_(DRAWN)
 
 
+def _logits(rows: Tensor, config: Any, norm: Any, lm_head: Any, head_bias: Any = None) -> Tensor:
+    """Returns zeros: the product is the GPU's, and here a slow one."""
+    return torch.zeros(len(rows), config.vocab_size)
+
+
+class _Launched(LaunchedTokens):
+    """What recorded steps yield that compute nothing."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        super().__init__(max_rows, device)
+        self.tokens.fill_(DRAWN)
+
+
 @contextmanager
 def serving(pool_bytes: int, capture: Capture, *, largest_step: bool = True) -> Iterator[list[Any]]:
     """Puts devices together as on a GPU, over memory of this machine; yields the kernels that are compiled.
@@ -141,6 +155,9 @@ def serving(pool_bytes: int, capture: Capture, *, largest_step: bool = True) -> 
             (cuda, "Graphs", lambda: capture),
             (cuda, "synchronize", lambda: None),
             (backends, "make_draws", draws),
+            (model_device, "make_draws", draws),
+            (backends, "LaunchedTokens", _Launched),
+            (model, "output_logits", _logits),
             (model, "make_layers", lambda *args, compiled: FusedLayers(*args)),
             (model_device, "load_device", model_device.load_gpu_device),
         ):

@@ -51,6 +51,7 @@ def test_nothing_spills_on_a_gpu() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_no_kernel_is_compiled_while_serving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
