@@ -92,9 +92,9 @@ def _gated(up, out, size, alpha, limit, ACTIVATION: tl.constexpr, BLOCK: tl.cons
         activated = tl.maximum(gate, 0.0)
     elif ACTIVATION == "gelu":
         activated = gate * 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
-    else:  # gelu_tanh; tanh(x) is 1 - 2 / (exp(2 x) + 1)
+    else:  # gelu_tanh: half of 1 + tanh(x) is the sigmoid of 2 x
         twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        activated = gate * (1 - 1 / (tl.exp(twice) + 1))
+        activated = gate / (1 + tl.exp(-twice))
     activated = activated.to(dtype).to(tl.float32)
     tl.store(out + row * size + columns, (activated * factors).to(dtype), mask=inside)
 

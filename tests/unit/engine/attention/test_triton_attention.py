@@ -28,8 +28,9 @@ FOLDER = Path(__file__).parent
 NUM_BLOCKS = 60
 
 
-def test_small_layouts() -> None:
-    interpret(FOLDER / "interpreted_triton.py", "-k", "small")
+def test_small_layouts_and_families() -> None:
+    """In one process: to begin one takes longer than most of the tests."""
+    interpret(FOLDER / "interpreted_triton.py", FOLDER.parent / "models" / "interpreted_families.py", "-k", "small")
 
 
 @pytest.mark.nightly
@@ -46,7 +47,8 @@ def test_nothing_spills_on_a_gpu() -> None:
         [sys.executable, "-m", "benchmarks.gpu_kernels", "--group", "1", "4", "16"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("chunks") == 6 * 3 * 2
+    assert done.stdout.count("chunks") == 6 * 3 * 2 + 2
+    assert done.stdout.count("_product") == 4
 
 
 @pytest.mark.nightly
