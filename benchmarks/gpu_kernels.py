@@ -1,7 +1,7 @@
 """What the kernels take on a Hopper GPU, compiled without one: ``python -m benchmarks.gpu_kernels``.
 
-Those of attention for each size of heads, plain and with everything that a model may ask for; those between the matrix
-products, and the grouped products of experts, with everything. For each: registers of a thread, bytes that spill, shared
+Those of attention for each size of heads, plain and with everything that a model may ask for; those between the
+matrix products, and the products of experts, with everything. For each: registers of a thread, bytes that spill, shared
 memory of a program. The exit status is 1 if anything spills or does not fit.
 """
 
@@ -64,7 +64,11 @@ def compiled_norm(size: int) -> list[Compiled]:
 
 def compiled_heads(head_dim: int) -> list[Compiled]:
     """Compiles what norms and turns heads, and writes them into the pool."""
-    pages, table, places = _empty(16, KV_HEADS, head_dim), _empty(16, 1, head_dim // 2), torch.zeros(2, dtype=torch.int64)
+    pages, table, places = (
+        _empty(16, KV_HEADS, head_dim),
+        _empty(16, 1, head_dim // 2),
+        torch.zeros(2, dtype=torch.int64),
+    )
     heads, norms = _empty(2, 5 * KV_HEADS, head_dim), _empty(2, head_dim)
     with compiling() as found:
         rotate_and_store(heads, heads[:, :KV_HEADS], (table, table), places, places, (pages, pages), norms, 1e-5)

@@ -15,7 +15,7 @@ from farsight.engine.kv_pool import KVPool
 logger = logging.getLogger(__name__)
 
 TORCH_BYTES = 1 << 30
-"""Memory of a GPU that attention out of torch operations takes in a layer, beside the keys and values of one sequence."""
+"""Memory of a GPU that attention out of torch operations takes in a layer, beside keys and values of one sequence."""
 
 
 def _triton(config: DecoderConfig, pool: KVPool, sizes: StepSizes) -> AttentionBackend | str:

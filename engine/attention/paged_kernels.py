@@ -161,10 +161,7 @@ def _attend(  # type: ignore[no-untyped-def]
         weights = tl.exp2(scores - higher[:, None])
         shrunk = tl.exp2(most - higher)
         total = total * shrunk + tl.sum(weights, 1)
-        if ONE_ROW:
-            value = key
-        else:
-            value = tl.load(values + offsets, mask=read, other=0.0)
+        value = key if ONE_ROW else tl.load(values + offsets, mask=read, other=0.0)
         result = result * shrunk[:, None] + tl.dot(weights.to(value.dtype), value)
         most = higher
 

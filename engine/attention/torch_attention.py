@@ -316,9 +316,7 @@ def _rows_of(out: Tensor) -> Tensor:
     return out[0].transpose(0, 1).reshape(out.shape[2], -1)
 
 
-def _decode_groups(
-    part: DecodePart, windows: Sequence[int | None], pool: KVPool, bound: Bound | None
-) -> list[_Decode]:
+def _decode_groups(part: DecodePart, windows: Sequence[int | None], pool: KVPool, bound: Bound | None) -> list[_Decode]:
     """Cuts the rows, longest first, so that none is padded to more than twice its blocks.
 
     One long sequence would otherwise make every short one pay for its length.

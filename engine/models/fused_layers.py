@@ -81,9 +81,7 @@ class FusedLayers(DecoderLayers):
             if config.blocks.head_norm == "all":
                 heads = self._head_norms(heads, layer)
         pages = pool.keys[i], pool.values[i]
-        rotate_and_store(
-            heads, value, rotation, positions, layout.slot_ids, pages, self._each_head[i], config.norm_eps
-        )
+        rotate_and_store(heads, value, rotation, positions, layout.slot_ids, pages, self._each_head[i], config.norm_eps)
         key = heads[:, num_heads:]
         return heads[:, :num_heads], key, key if value is None else value
 

@@ -1,4 +1,4 @@
-"""The experts of a layer as products of groups: pairs of token and expert lie sorted by expert, each group has its matrix.
+"""The experts of a layer as products of groups: pairs of token and expert lie sorted, and a group has its matrix.
 
 Nothing of it waits for the device, and the number of programs follows from the number of tokens alone: a program looks
 up which rows of which expert are its own, and ends at once where there are none. So such steps can be recorded.
@@ -63,9 +63,7 @@ def _product(  # type: ignore[no-untyped-def]
     for begin in range(0, inputs, DEPTH):
         at = begin + tl.arange(0, DEPTH)
         inside = at < inputs
-        values = tl.load(
-            rows + source[:, None] * inputs + at[None, :], mask=used[:, None] & inside[None, :], other=0.0
-        )
+        values = tl.load(rows + source[:, None] * inputs + at[None, :], mask=used[:, None] & inside[None, :], other=0.0)
         places = tl.multiple_of(matrix, 16) + column[None, :] * inputs + at[:, None]
         weights = tl.load(places, mask=there[None, :] & inside[:, None], other=0.0)
         total = tl.dot(values, weights, total, input_precision="ieee")
@@ -159,9 +157,7 @@ class GroupedExperts:
         up, down = _floats(weights.up), _floats(weights.down)
         return None if up is None or down is None else cls(up, down)
 
-    def mixed(
-        self, normed: Tensor, chosen: Tensor, factors: Tensor, activated: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def mixed(self, normed: Tensor, chosen: Tensor, factors: Tensor, activated: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns what each token's experts make of it, added up: ``[T, hidden]``.
 
         Args:

@@ -9,7 +9,6 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-
 logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], object]], Callable[[], None]]

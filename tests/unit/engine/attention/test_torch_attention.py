@@ -26,8 +26,10 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        found = (each.numel() for each in tree_leaves(made) if isinstance(each, Tensor) and not each._is_view())
-        self.elements = max(self.elements, *found, 0)
+        if not func.is_view:  # of the pool, for one
+            self.elements = max(
+                self.elements, *(each.numel() for each in tree_leaves(made) if isinstance(each, Tensor))
+            )
         return made
 
 
