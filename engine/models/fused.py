@@ -20,9 +20,18 @@ _GATED_BLOCK = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _normed(
-    row, weight, bias, columns, inside, size, eps, dtype: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr
-):  # type: ignore[no-untyped-def]
+def _normed(  # type: ignore[no-untyped-def]
+    row,
+    weight,
+    bias,
+    columns,
+    inside,
+    size,
+    eps,
+    dtype: tl.constexpr,
+    LAYER: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """Normalises a row of float32, ``LAYER``-Norm or RMS, and rounds it where torch does."""
     factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if LAYER:

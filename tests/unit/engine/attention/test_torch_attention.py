@@ -38,12 +38,12 @@ def attended(step: PagedStep, attention: TorchAttention, sinks: Tensor | None) -
     assert step.layout.decode is not None
     lens = torch.tensor(step.layout.decode.kv_lens, dtype=torch.int32)
     static = StaticDecode(step.layout.decode.block_tables.int(), lens)
-    own = step.query, step.key, step.value
-    rows = [each[: len(lens)] for each in own]
+    query, key, value = step.query, step.key, step.value
+    rows = slice(0, len(lens))
     with Largest() as largest:
         found = [
-            attention.begin_step(step.layout, step.exact).attend(0, *own, sinks),
-            attention.begin_static(static, step.exact).attend(0, *rows, sinks),
+            attention.begin_step(step.layout, step.exact).attend(0, query, key, value, sinks),
+            attention.begin_static(static, step.exact).attend(0, query[rows], key[rows], value[rows], sinks),
         ]
     return found, largest.elements
 

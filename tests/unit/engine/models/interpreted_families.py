@@ -31,7 +31,7 @@ from tests.unit.engine.families.written import WRITTEN
 
 PAGE, NUM_BLOCKS, MAX_LEN = 16, 6, 64
 Steps = tuple[dict[str, int], ...]
-STEPS: Steps = ({"a": 16}, {"a": 7, "b": 5}, {"a": 1, "b": 1}, {"b": 1, "a": 1})
+STEPS: Steps = ({"a": 16}, {"a": 8, "b": 2}, {"b": 1, "a": 1})
 """Tokens of each sequence: a prompt, a chunk behind it beside a prompt, and rows. Windows end within the first one."""
 SMALL_STEPS: Steps = ({"a": 3}, {"a": 2, "b": 2}, {"b": 1, "a": 1})
 
