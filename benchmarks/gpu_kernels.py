@@ -1,8 +1,8 @@
 """What the kernels take on a Hopper GPU, compiled without one: ``python -m benchmarks.gpu_kernels``.
 
 Those of attention for each size of heads, plain and with everything that a model may ask for; those between the matrix
-products, and the grouped products of experts, with everything; those of drawing tokens. For each: registers of a
-thread, bytes that spill, shared memory of a program. The exit status is 1 if anything spills or does not fit.
+products, and the products of experts, with everything; those of drawing tokens. For each: registers of a thread, bytes
+that spill, shared memory of a program. The exit status is 1 if anything spills or does not fit.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ GROUPS = (1, 4, 16)
 HIDDEN_SIZES = (2048, 4096, 8192, 16384)
 KV_HEADS = 2
 VOCAB = 151936
-LATENT_ROW = 576
-"""Values of a row of DeepSeek's latent attention."""
+LATENT_ROW, LATENT_HEADS = 576, (16, 128)
+"""Values of a row of DeepSeek's latent attention; its heads in V2-Lite and in V2 and V3."""
 
 
 def compiled(head_dim: int, group: int, *, plain: bool, page: int = 64) -> list[Compiled]:
@@ -40,6 +40,14 @@ def compiled(head_dim: int, group: int, *, plain: bool, page: int = 64) -> list[
     scores = PLAIN_SCORES if plain else ScoreShape(cap=50.0, slopes=alibi_slopes(heads))
     with compiling() as found:
         TritonAttention(heads, (None if plain else 1024,), pool, 1, scores, sinks=not plain)
+    return [resources(kernel) for kernel in found]
+
+
+def compiled_latent(heads: int, page: int = 64) -> list[Compiled]:
+    """Compiles attention of so many heads over the one row that latent attention keeps of a token."""
+    pool = KVPool(PoolShape(LATENT_ROW, 1, kv_rows=1), num_blocks=1, block_size=page, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    with compiling() as found:
+        TritonAttention(heads, (None,), pool, 1, ScoreShape(scale=0.1))
     return [resources(kernel) for kernel in found]
 
 
@@ -87,7 +95,9 @@ def layer_rows() -> Iterator[tuple[list[str], bool]]:
     """Yields rows of the table of kernels beside attention, likewise."""
     made = [(f"hidden {size}", compiled_norm(size)) for size in HIDDEN_SIZES]
     made += [(f"head dim {size}", compiled_heads(size)) for size in (*HEAD_DIMS, LATENT_ROW)]
-    for what, kernels in (*made, ("experts", compiled_mlp())):
+    made.append(("experts", compiled_mlp()))
+    made += [(f"latent, {heads} heads", compiled_latent(heads)) for heads in LATENT_HEADS]
+    for what, kernels in made:
         for each in kernels:
             cells = [what, each.name, each.warps, each.registers, each.spilled, each.shared]
             yield [str(cell) for cell in cells], not each.spilled and each.shared <= MOST_SHARED

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from farsight.core.errors import ConfigError
 from farsight.engine.attention.attention import AttentionBackend
 from farsight.engine.attention.layout import StepSizes
-from farsight.engine.attention.torch_attention import TorchAttention
+from farsight.engine.attention.torch_attention import Bound, TorchAttention
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.kv_pool import KVPool
 
 logger = logging.getLogger(__name__)
+
+TORCH_BYTES = 1 << 30
+"""Memory of a GPU that attention out of torch operations takes in a layer, beside keys and values of one sequence."""
 
 
 def _triton(config: DecoderConfig, pool: KVPool, sizes: StepSizes) -> AttentionBackend | str:
@@ -59,7 +62,7 @@ def gpu_attention(name: str, config: DecoderConfig, pool: KVPool, sizes: StepSiz
     if name == "native":
         raise ConfigError("engine.backend", name, f"auto, {', '.join(KERNELS)} or torch (native computes on the CPU)")
     if name == "torch":
-        return TorchAttention.of_model(config)
+        return _bounded(config, pool)
     problems = []
     for kind in KERNELS if name == "auto" else (name,):
         made = KERNELS[kind](config, pool, sizes)
@@ -69,4 +72,8 @@ def gpu_attention(name: str, config: DecoderConfig, pool: KVPool, sizes: StepSiz
     if name != "auto":
         raise ConfigError("engine.backend", name, f"auto or torch ({problems[0]})")
     logger.warning("attention is computed by torch operations, slower than by kernels: %s", "; ".join(problems))
-    return TorchAttention.of_model(config)
+    return _bounded(config, pool)
+
+
+def _bounded(config: DecoderConfig, pool: KVPool) -> TorchAttention:
+    return TorchAttention.of_model(config, Bound.of_bytes(TORCH_BYTES, config, pool))

@@ -161,10 +161,7 @@ def _attend(  # type: ignore[no-untyped-def]
         weights = tl.exp2(scores - higher[:, None])
         shrunk = tl.exp2(most - higher)
         total = total * shrunk + tl.sum(weights, 1)
-        if ONE_ROW:
-            value = key
-        else:
-            value = tl.load(values + offsets, mask=read, other=0.0)
+        value = key if ONE_ROW else tl.load(values + offsets, mask=read, other=0.0)
         result = result * shrunk[:, None] + tl.dot(weights.to(value.dtype), value)
         most = higher
 
@@ -240,14 +237,14 @@ class Tiles:
         """Gives those of single tokens: memory is the limit (measured best: 32 keys, 5 stages)."""
         rows = max(16, triton.next_power_of_2(group))
         if head_dim > WIDE_HEAD:
-            return cls(rows, 32, 4, 2)
+            return cls(rows, 32, 8, 2)
         return cls(rows, 32, min(8, max(2, rows // 16)), 5 if head_dim <= 128 else 3)
 
     @classmethod
     def of_chunks(cls, group: int, head_dim: int) -> Tiles:
         """Gives those of chunks: products are the limit, so large ones."""
         if head_dim > WIDE_HEAD:
-            return cls(max(32, triton.next_power_of_2(group)), 32, 8, 2)
+            return cls.of_rows(group, head_dim)  # twice as many rows would spill
         rows = max(128, triton.next_power_of_2(group))
         return cls(rows, 64, 8, 3) if head_dim <= 128 else cls(rows, 32, 8, 3)
 

@@ -6,6 +6,7 @@ Works on every device torch works on; the reference that other backends are comp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,8 +23,34 @@ from farsight.engine.attention.attention import (
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.kv_pool import KVPool
 
+_SCORE_BYTES = 16
+"""Memory of a score: in float32 before and behind the softmax, in the type of the model, and of what becomes of it."""
+
 Masks = dict[int | None, Tensor | None]
 """The mask that is added to the scores, by sliding window; no mask where plain causality suffices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What attention takes in a layer at once, beside the keys and values of a single sequence.
+
+    Attributes:
+        blocks: Blocks of the pool that are gathered.
+        scores: Products of queries and keys, of one head.
+    """
+
+    blocks: int
+    scores: int
+
+    @classmethod
+    def of_bytes(cls, num_bytes: int, config: DecoderConfig, pool: KVPool) -> Bound:
+        """As much as fits into that memory: half of it for blocks, half for scores."""
+        tokens = num_bytes // 2 // (2 * config.num_key_value_heads * config.head_dim * pool.dtype.itemsize)
+        return cls(max(1, tokens // pool.block_size), num_bytes // 2 // (config.num_attention_heads * _SCORE_BYTES))
+
+    def queries(self, keys: int) -> int:
+        """Queries that so many keys are multiplied with at once."""
+        return max(1, self.scores // keys)
 
 
 class TorchAttention:
@@ -35,34 +62,42 @@ class TorchAttention:
     Args:
         windows: By layer, the number of tokens that a token attends to, itself included; None for all.
         scores: What becomes of the products of queries and keys.
+        bound: Memory that a layer of a step may take; None for whatever it needs.
     """
 
     reads_whole_blocks = True
 
-    def __init__(self, windows: Sequence[int | None], scores: ScoreShape = PLAIN_SCORES) -> None:
+    def __init__(
+        self, windows: Sequence[int | None], scores: ScoreShape = PLAIN_SCORES, bound: Bound | None = None
+    ) -> None:
         self._windows = tuple(windows)
         self._scores = scores
+        self._bound = bound
         self._distinct = tuple(set(windows))
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of_model(cls, config: DecoderConfig) -> TorchAttention:
+    def of_model(cls, config: DecoderConfig, bound: Bound | None = None) -> TorchAttention:
         """Attention as the layers of a model have it."""
-        return cls(config.sliding_windows, ScoreShape.of_model(config))
+        return cls(config.sliding_windows, ScoreShape.of_model(config), bound)
 
     def begin_step(self, layout: StepLayout, pool: KVPool) -> TorchStepAttention:
         """See ``AttentionBackend.begin_step``."""
-        decode = [] if layout.decode is None else _decode_groups(layout.decode, self._distinct, pool)
+        bound = self._bound
+        decode = [] if layout.decode is None else _decode_groups(layout.decode, self._distinct, pool, bound)
         prefill = []
         if layout.prefill is not None:
-            prefill = _prefill_chunks(layout.prefill, layout.num_decode, self._distinct, pool)
+            prefill = _prefill_chunks(layout.prefill, layout.num_decode, self._distinct, pool, bound)
         parts = [*decode, *prefill]
-        buffers = self._reserve(max(part.num_gathered for part in parts), pool)
+        least = 0 if bound is None else bound.blocks  # at once: what is measured of the largest step holds for all
+        buffers = self._reserve(max(least, *(part.num_gathered for part in parts)), pool)
         return TorchStepAttention(pool, parts, self._windows, buffers, self._scores)
 
     def begin_static(self, decode: StaticDecode, pool: KVPool) -> TorchStaticAttention:
         """See ``AttentionBackend.begin_static``."""
-        return TorchStaticAttention(pool, decode, self._windows, self._scores)
+        rows, width = decode.block_tables.shape
+        at_once = rows if self._bound is None else max(1, self._bound.blocks // width)
+        return TorchStaticAttention(pool, decode, self._windows, self._scores, at_once)
 
     def _reserve(self, num_blocks: int, pool: KVPool) -> tuple[Tensor, Tensor]:
         """Buffers for keys and values of ``num_blocks`` blocks at least, each ``[blocks, elements of a block]``."""
@@ -74,7 +109,7 @@ class TorchAttention:
             or held[0].shape[1] != block.shape[1]
             or held[0].dtype != block.dtype
         ):
-            size = max(num_blocks, 2 * len(held[0]) if held else 0)  # doubling: lengths grow step by step
+            size = max(num_blocks, 2 * len(held[0]) if held and self._bound is None else 0)  # doubling: lengths grow
             held = block.new_empty(size, block.shape[1]), block.new_empty(size, block.shape[1])
             self._buffers = held
         return held
@@ -106,9 +141,17 @@ class TorchStepAttention:
 
 
 class TorchStaticAttention:
-    """Steps that only decode: every row is padded to the width of the table."""
+    """Steps that only decode: every row is padded to the width of the table; so many rows are computed ``at_once``."""
 
-    def __init__(self, pool: KVPool, decode: StaticDecode, windows: tuple[int | None, ...], scores: ScoreShape) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        decode: StaticDecode,
+        windows: tuple[int | None, ...],
+        scores: ScoreShape,
+        at_once: int,
+    ) -> None:
+        self._at_once = at_once
         self._scores = scores
         self._pool = pool
         self._decode = decode
@@ -118,13 +161,19 @@ class TorchStaticAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See ``StepAttention.attend``."""
-        num_rows, kv_heads, head_dim = len(query), *key.shape[1:]
-        ends = self._decode.kv_lens[:, None]
+        cuts = range(0, len(query), self._at_once)
+        outputs = [self._rows(layer, query, slice(cut, cut + self._at_once), sinks) for cut in cuts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _rows(self, layer: int, query: Tensor, rows: slice, sinks: Tensor | None) -> Tensor:
+        query = query[rows]
+        num_rows, (kv_heads, head_dim) = len(query), self._pool.keys[layer].shape[1:]
+        ends = self._decode.kv_lens[rows, None]
         hidden = self._positions >= ends
         window = self._windows[layer]
         if window is not None:
             hidden |= self._positions < ends - window
-        block_ids = self._decode.block_tables.flatten()
+        block_ids = self._decode.block_tables[rows].flatten()
         keys, values = (
             cache.view(self._pool.num_blocks, -1)
             .index_select(0, block_ids)
@@ -267,7 +316,7 @@ def _rows_of(out: Tensor) -> Tensor:
     return out[0].transpose(0, 1).reshape(out.shape[2], -1)
 
 
-def _decode_groups(part: DecodePart, windows: Sequence[int | None], pool: KVPool) -> list[_Decode]:
+def _decode_groups(part: DecodePart, windows: Sequence[int | None], pool: KVPool, bound: Bound | None) -> list[_Decode]:
     """Cuts the rows, longest first, so that none is padded to more than twice its blocks.
 
     One long sequence would otherwise make every short one pay for its length.
@@ -276,7 +325,8 @@ def _decode_groups(part: DecodePart, windows: Sequence[int | None], pool: KVPool
     groups = []
     first = 0
     for end in range(1, len(num_blocks) + 1):
-        if end < len(num_blocks) and 2 * num_blocks[end] >= num_blocks[first]:
+        fits = bound is None or (end + 1 - first) * num_blocks[first] <= bound.blocks
+        if fits and end < len(num_blocks) and 2 * num_blocks[end] >= num_blocks[first]:
             continue
         rows = slice(first, end)
         tables = part.block_tables[rows, : num_blocks[first]]
@@ -286,14 +336,17 @@ def _decode_groups(part: DecodePart, windows: Sequence[int | None], pool: KVPool
 
 
 def _prefill_chunks(
-    part: PrefillPart, first_row: int, windows: Sequence[int | None], pool: KVPool
+    part: PrefillPart, first_row: int, windows: Sequence[int | None], pool: KVPool, bound: Bound | None
 ) -> list[_WholePrompt | _Chunk]:
     chunks: list[_WholePrompt | _Chunk] = []
     for table, chunk_len, kv_len in zip(part.block_tables, part.chunk_lens, part.kv_lens, strict=True):
-        rows = slice(first_row, first_row + chunk_len)
-        first_row += chunk_len
-        if chunk_len == kv_len:
-            chunks.append(_WholePrompt(rows, windows, pool))
-        else:
-            chunks.append(_Chunk(rows, table[: -(-kv_len // pool.block_size)], kv_len, windows, pool))
+        start, size = kv_len - chunk_len, chunk_len if bound is None else bound.queries(kv_len)
+        while start < kv_len:  # keys of the whole chunk are in the pool: its parts are chunks too
+            stop = min(start + size, kv_len)
+            rows = slice(first_row, first_row + stop - start)
+            if start == 0:
+                chunks.append(_WholePrompt(rows, windows, pool))
+            else:
+                chunks.append(_Chunk(rows, table[: -(-stop // pool.block_size)], stop, windows, pool))
+            first_row, start = rows.stop, stop
     return chunks

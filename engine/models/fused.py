@@ -1,4 +1,4 @@
-"""The operations between matrix products and attention, one Triton kernel each: norms, rotary embedding, gated activation.
+"""The operations between matrix products and attention, one Triton kernel each: norms, rotary embedding, gated MLP.
 
 A recorded decode step is a chain of hundreds of kernels, and each takes 2 microseconds or so however little it
 computes: at batch 1 torch's operations would cost a quarter of the time in which a 7B model's weights are read.
@@ -20,9 +20,18 @@ _GATED_BLOCK = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _normed(
-    row, weight, bias, columns, inside, size, eps, dtype: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr
-):  # type: ignore[no-untyped-def]
+def _normed(  # type: ignore[no-untyped-def]
+    row,
+    weight,
+    bias,
+    columns,
+    inside,
+    size,
+    eps,
+    dtype: tl.constexpr,
+    LAYER: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """Normalises a row of float32, ``LAYER``-Norm or RMS, and rounds it where torch does."""
     factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if LAYER:
@@ -94,9 +103,9 @@ def _gated(up, out, size, alpha, limit, ACTIVATION: tl.constexpr, BLOCK: tl.cons
         activated = tl.maximum(gate, 0.0)
     elif ACTIVATION == "gelu":
         activated = gate * 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
-    else:  # gelu_tanh; tanh(x) is 1 - 2 / (exp(2 x) + 1)
+    else:  # gelu_tanh: half of 1 + tanh(x) is the sigmoid of 2 x
         twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        activated = gate * (1 - 1 / (tl.exp(twice) + 1))
+        activated = gate / (1 + tl.exp(-twice))
     activated = activated.to(dtype).to(tl.float32)
     tl.store(out + row * size + columns, (activated * factors).to(dtype), mask=inside)
 
@@ -261,8 +270,8 @@ def rotate_and_store(
     Args:
         heads: ``[T, heads + kv_heads, head_dim]``; the heads of a row lie one behind the other.
         value: ``[T, kv_heads, head_dim]``, likewise; None where the keys are the values.
-        rotation: Cosines and sines of all positions, ``[max_len, 1, rotary_dim]``, as of ``DecoderLayers``; None: nothing
-            is turned.
+        rotation: Cosines and sines of all positions, ``[max_len, 1, rotary_dim]``, as of ``DecoderLayers``; None:
+            nothing is turned.
         positions: int64 ``[T]``; ``slot_ids`` too, where in the pool a row's key and value go.
         pages: Keys and values of a layer of the pool, each ``[slots, kv_heads, head_dim]``.
         norms: Weights of the RMSNorm of each head before it is turned, ``[2, head_dim]``: of queries, then of keys.

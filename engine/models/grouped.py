@@ -1,4 +1,4 @@
-"""The experts of a layer as products of groups: pairs of token and expert lie sorted by expert, each group has its matrix.
+"""The experts of a layer as products of groups: pairs of token and expert lie sorted, and a group has its matrix.
 
 Nothing of it waits for the device, and the number of programs follows from the number of tokens alone: a program looks
 up which rows of which expert are its own, and ends at once where there are none. So such steps can be recorded.

@@ -52,6 +52,11 @@ def test_small_windows_caps_and_sinks() -> None:
     )
 
 
+def test_programs_share_the_heads_of_a_wide_row() -> None:
+    step = PagedStep([150, 3], [(5, 70)], 32, 1, dim=272, dtype=torch.float32)
+    near(attended(step, backend(step)), step.expected())
+
+
 def test_small_sums_have_one_order_in_any_batch() -> None:
     """A row alone, and the same between longer and shorter ones with a chunk beside it: the same bits."""
     step = PagedStep([301, 190, 7], [(5, 70)], 2, 1)

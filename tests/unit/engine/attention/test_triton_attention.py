@@ -27,10 +27,11 @@ FOLDER = Path(__file__).parent
 NUM_BLOCKS = 60
 
 
-def test_small_layouts_and_draws() -> None:
+def test_small_layouts_families_and_draws() -> None:
     """One process for all kernels: it takes longer to begin than the tests do."""
+    families = FOLDER.parent / "models" / "interpreted_families.py"
     draws = FOLDER.parent / "sampling" / "interpreted_draws.py"
-    interpret(FOLDER / "interpreted_triton.py", str(draws), "-k", "small")
+    interpret(FOLDER / "interpreted_triton.py", str(families), str(draws), "-k", "small")
 
 
 @pytest.mark.nightly
@@ -48,6 +49,7 @@ def test_nothing_spills_on_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("chunks") == 6 * 3 * 2
+    assert done.stdout.count("_product") == 4
 
 
 @pytest.mark.nightly
