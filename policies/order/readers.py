@@ -45,8 +45,12 @@ PAUSES_S = 1.5
 STEPS_AHEAD = 3
 """Steps of all streams that a stream needs at least to come back, where steps are long."""
 
-WEIGHT = 0.85
-"""Of a stream among all jobs, where places are shared out: readers who are far ahead leave what they do not need."""
+CROWDED = 1.5
+"""Jobs for each place from which a stream counts less than another job where places are shared out: readers who are
+served one after the other wait less than readers of whom none gets enough."""
+
+LEAST_WEIGHT = 0.7
+"""What a stream counts then at least."""
 
 LEAST_ACCURACY = 0.6
 """Share of ended pairs that must have been predicted in their order; a coin has 0.5."""
@@ -195,10 +199,15 @@ class ReadersFirst(Boosted):
             kinds[streams] = np.where(ahead, _AHEAD, _DUE)
             keys[streams[ahead]] = self._column("read_by")[streams[ahead]]
             due = streams[~ahead]
-            weight = WEIGHT * len(streams)
-            most = math.ceil(self._num_rows * weight / (weight + np.count_nonzero(~is_read)))
+            most = self._most_due(len(streams), int(np.count_nonzero(~is_read)))
             kinds[due[np.argsort(arrived_at[due], kind="stable")[most:]]] = _OVER
         return kinds, keys
+
+    def _most_due(self, num_streams: int, num_unread: int) -> int:
+        """Returns how many places streams may take from jobs that no one reads."""
+        crowd = len(self._table.jobs) / self._num_rows
+        weight = num_streams * max(LEAST_WEIGHT, min(1.0, CROWDED / crowd))
+        return math.ceil(self._num_rows * weight / (weight + num_unread))
 
     def _boosted_at(self, arrived_at: FloatArray, resident: NDArray[np.bool_]) -> FloatArray:
         share = self._accuracy.share
