@@ -11,8 +11,8 @@ with ``stream: false``, wants the end. So jobs go in this order:
 5. streams of the first kind beyond their share, by arrival,
 6. streams ahead of their readers by more than coming back takes: they give way, and lose nothing that is seen.
 
-The share of streams is their share of all jobs here: where all cannot be read at once, readers get as much of the
-replica as order of arrival would give them, and those who wait for ends get the rest, one after the other.
+The share of streams is their share of all jobs here. So where all cannot be read at once, readers get about as much of
+the replica as order of arrival would give them, and who waits for an end gets the rest, one after the other.
 
 Boosts need lengths that are predicted well enough. While fewer than ``LEAST_ACCURACY`` of the pairs that have ended
 were predicted in their order, jobs of the fourth kind go by arrival.
@@ -51,6 +51,9 @@ served one after the other wait less than readers of whom none gets enough."""
 
 LEAST_WEIGHT = 0.7
 """What a stream counts then at least."""
+
+TAIL = 0.3
+"""Of ``[scheduler] tail``: no boost touches streams, which keep the tail of all ends, so others may go by size."""
 
 LEAST_ACCURACY = 0.6
 """Share of ended pairs that must have been predicted in their order; a coin has 0.5."""
@@ -272,6 +275,6 @@ def build_readers(context: ReplicaContext) -> ReadersFirst:
     return ReadersFirst(
         price,
         theta=settings.theta,
-        tail=config.tail,
+        tail=TAIL * config.tail,
         reading_rate=config.reading_rate,
     )
