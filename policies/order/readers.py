@@ -3,12 +3,12 @@
 Who reads a stream wants its first token, and then tokens no later than he reads. Who does not read before the end, as
 with ``stream: false``, wants the end. So jobs go in this order:
 
-1. streams whose readers have soon read all that has come (TokenFlow, arXiv 2510.02758, pauses by the same rule), by
-   arrival, while they take no more than their share of the places,
+1. streams whose readers have soon read all that has come (TokenFlow, arXiv 2510.02758, pauses by the same rule), the
+   nearest to it first, while they take no more than their share of the places,
 2. streams without a first token, by arrival: each gets a place beyond those that a step's price asks for,
 3. jobs whose guards are about to pass (``policies.order.shadow``),
 4. jobs that no one reads: those that have begun, then by boosted arrival,
-5. streams of the first kind beyond their share, by arrival,
+5. streams of the first kind beyond their share,
 6. streams ahead of their readers by more than coming back takes: they give way, and lose nothing that is seen.
 
 The share of streams is their share of all jobs here. So where all cannot be read at once, readers get about as much of
@@ -46,8 +46,8 @@ STEPS_AHEAD = 3
 """Steps of all streams that a stream needs at least to come back, where steps are long."""
 
 CROWDED = 1.5
-"""Jobs for each place from which a stream counts less than another job where places are shared out: readers who are
-served one after the other wait less than readers of whom none gets enough."""
+"""Jobs for each place from which a stream counts less than another job where places are shared out: streams that do
+not wait behind the prompts of all others have their share earlier."""
 
 LEAST_WEIGHT = 0.7
 """What a stream counts then at least."""
@@ -200,10 +200,10 @@ class ReadersFirst(Boosted):
         if len(streams):
             ahead = self._look_ahead(streams, now)
             kinds[streams] = np.where(ahead, _AHEAD, _DUE)
-            keys[streams[ahead]] = self._column("read_by")[streams[ahead]]
+            keys[streams] = self._column("read_by")[streams]
             due = streams[~ahead]
             most = self._most_due(len(streams), int(np.count_nonzero(~is_read)))
-            kinds[due[np.argsort(arrived_at[due], kind="stable")[most:]]] = _OVER
+            kinds[due[np.argsort(keys[due], kind="stable")[most:]]] = _OVER
         return kinds, keys
 
     def _most_due(self, num_streams: int, num_unread: int) -> int:
