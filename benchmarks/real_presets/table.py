@@ -73,8 +73,9 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> str:
 
 CHAT_METRICS = {
     "mean end, unread": "unread_jct_ms_mean",
+    "p99, unread": "unread_jct_ms_p99",
     "first token p50": "read_ttft_ms_p50",
-    "p99": "read_ttft_ms_p99",
+    "its p99": "read_ttft_ms_p99",
     "reader waits, mean": "read_late_ms_mean",
     "reader waits, p99": "read_late_ms_p99",
     "end, mean": "jct_ms_mean",

@@ -3,16 +3,16 @@
 Who reads a stream wants its first token, and then tokens no later than he reads. Who does not read before the end, as
 with ``stream: false``, wants the end. So jobs go in this order:
 
-1. streams whose readers have soon read all that has come (TokenFlow, arXiv 2510.02758, pauses by the same rule), by
-   arrival, while they take no more than their share of the places,
+1. streams whose readers have soon read all that has come (TokenFlow, arXiv 2510.02758, pauses by the same rule), the
+   nearest to it first, while they take no more than their share of the places,
 2. streams without a first token, by arrival: each gets a place beyond those that a step's price asks for,
 3. jobs whose guards are about to pass (``policies.order.shadow``),
 4. jobs that no one reads: those that have begun, then by boosted arrival,
-5. streams of the first kind beyond their share, by arrival,
+5. streams of the first kind beyond their share,
 6. streams ahead of their readers by more than coming back takes: they give way, and lose nothing that is seen.
 
-The share of streams is their share of all jobs here: where all cannot be read at once, readers get as much of the
-replica as order of arrival would give them, and those who wait for ends get the rest, one after the other.
+The share of streams is their share of all jobs here. So where all cannot be read at once, readers get about as much of
+the replica as order of arrival would give them, and who waits for an end gets the rest, one after the other.
 
 Boosts need lengths that are predicted well enough. While fewer than ``LEAST_ACCURACY`` of the pairs that have ended
 were predicted in their order, jobs of the fourth kind go by arrival.
@@ -45,8 +45,15 @@ PAUSES_S = 1.5
 STEPS_AHEAD = 3
 """Steps of all streams that a stream needs at least to come back, where steps are long."""
 
-WEIGHT = 0.85
-"""Of a stream among all jobs, where places are shared out: readers who are far ahead leave what they do not need."""
+CROWDED = 1.5
+"""Jobs for each place from which a stream counts less than another job where places are shared out: streams that do
+not wait behind the prompts of all others have their share earlier."""
+
+LEAST_WEIGHT = 0.7
+"""What a stream counts then at least."""
+
+TAIL = 0.3
+"""Of ``[scheduler] tail``: no boost touches streams, which keep the tail of all ends, so others may go by size."""
 
 LEAST_ACCURACY = 0.6
 """Share of ended pairs that must have been predicted in their order; a coin has 0.5."""
@@ -193,12 +200,17 @@ class ReadersFirst(Boosted):
         if len(streams):
             ahead = self._look_ahead(streams, now)
             kinds[streams] = np.where(ahead, _AHEAD, _DUE)
-            keys[streams[ahead]] = self._column("read_by")[streams[ahead]]
+            keys[streams] = self._column("read_by")[streams]
             due = streams[~ahead]
-            weight = WEIGHT * len(streams)
-            most = math.ceil(self._num_rows * weight / (weight + np.count_nonzero(~is_read)))
-            kinds[due[np.argsort(arrived_at[due], kind="stable")[most:]]] = _OVER
+            most = self._most_due(len(streams), int(np.count_nonzero(~is_read)))
+            kinds[due[np.argsort(keys[due], kind="stable")[most:]]] = _OVER
         return kinds, keys
+
+    def _most_due(self, num_streams: int, num_unread: int) -> int:
+        """Returns how many places streams may take from jobs that no one reads."""
+        crowd = len(self._table.jobs) / self._num_rows
+        weight = num_streams * max(LEAST_WEIGHT, min(1.0, CROWDED / crowd))
+        return math.ceil(self._num_rows * weight / (weight + num_unread))
 
     def _boosted_at(self, arrived_at: FloatArray, resident: NDArray[np.bool_]) -> FloatArray:
         share = self._accuracy.share
@@ -263,6 +275,6 @@ def build_readers(context: ReplicaContext) -> ReadersFirst:
     return ReadersFirst(
         price,
         theta=settings.theta,
-        tail=config.tail,
+        tail=TAIL * config.tail,
         reading_rate=config.reading_rate,
     )
