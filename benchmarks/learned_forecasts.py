@@ -139,7 +139,7 @@ def _rows(where: str, found: Sequence[Scored], least_tau: float) -> Iterator[Row
 def _learned(ended: Sequence[Ended], num: int) -> dict[str, Scored]:
     """Learns from the first requests as a server does, and scores the forecasts of all others."""
     test = ended[num:]
-    regression = StateRegression(len(ended[0].state) // 2) if ended[0].state else None
+    regression = StateRegression(len(ended[0].state) // 2) if all(each.state for each in ended) else None
     predictor, next_fit = fitted(()), FIRST_FIT
     for begin in range(0, num, _BATCH):
         if begin >= next_fit:
