@@ -210,7 +210,7 @@ class StateRegression:
         centre, target = self._sums / self._count, self._target_sum / self._count
         covariance = self._products / self._count - np.outer(centre, centre)
         variance = np.diag(covariance)
-        unit = np.where(variance > 1e-9, 1.0 / np.sqrt(np.maximum(variance, 1e-9)), 0.0)
+        unit: NDArray[np.float64] = np.where(variance > 1e-9, 1.0 / np.sqrt(np.maximum(variance, 1e-9)), 0.0)
         unit[-NUM_BESIDE:] *= BESIDE_SHARE
         system = covariance * unit[:, None] * unit
         system[np.diag_indices_from(system)] += RIDGE * len(unit) / self._count
