@@ -139,7 +139,7 @@ def _rows(where: str, found: Sequence[Scored], least_tau: float) -> Iterator[Row
 def _learned(ended: Sequence[Ended], num: int) -> dict[str, Scored]:
     """Learns from the first requests as a server does, and scores the forecasts of all others."""
     test = ended[num:]
-    regression = StateRegression(len(ended[0].state) // 2) if ended[0].state else None
+    regression = StateRegression(len(ended[0].state) // 2) if all(each.state for each in ended) else None
     predictor, next_fit = fitted(()), FIRST_FIT
     for begin in range(0, num, _BATCH):
         if begin >= next_fit:
@@ -150,7 +150,9 @@ def _learned(ended: Sequence[Ended], num: int) -> dict[str, Scored]:
             asked = [_prefilled(each, made) for each, made in zip(batch, before, strict=True)]
             regression.learn([(each, done.output_len) for each, done in zip(asked, batch, strict=True)])
     made, each_ms = _forecasts(fitted(ended[:num]), test)
-    marginal = np.quantile([each.output_len for each in ended[:num]], (np.arange(32) + 0.5) / 32)
+    history = HistoryPredictor()
+    history.learn([each.output_len for each in ended[:num]])
+    marginal = forecast_points(history.current())
     found = {"text": _scored(made, test, marginal, each_ms)}
     if regression is not None:
         asked = [_prefilled(each, before) for each, before in zip(test, made, strict=True)]

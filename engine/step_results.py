@@ -66,7 +66,12 @@ class LoggedTokens(list[int | None]):
     @property
     def tells_more(self) -> bool:
         """Whether there is more than one token or none for each item."""
-        return bool(self.logprobs or self.failures or self.further or self.pooled or self.states)
+        return self.changes_books or bool(self.states)
+
+    @property
+    def changes_books(self) -> bool:
+        """Whether the next step cannot begin before this one is booked."""
+        return bool(self.logprobs or self.failures or self.further or self.pooled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,7 +247,8 @@ class Worker:
             None if this one may end a sequence, or if something has happened: then ``commit_step``, ``begin_step``.
         """
         last_tokens, self._last_tokens = self._last_tokens, None
-        if last_tokens is None or self._pending is not None or isinstance(tokens, LoggedTokens):
+        is_told_more = isinstance(tokens, LoggedTokens) and tokens.changes_books
+        if last_tokens is None or self._pending is not None or is_told_more:
             return None
         token_ids = [token for token in tokens if token is not None]
         if len(token_ids) < len(tokens) or not last_tokens.isdisjoint(token_ids):
@@ -292,13 +293,12 @@ class Worker:
         stopped = set()
         emissions = {}
         failed = self._take_failures(batch, tokens)
-        sequences = self._sequences
         verified, states = (tokens.further, tokens.states) if isinstance(tokens, LoggedTokens) else ({}, {})
         further: dict[str, int] = {}
         for i, (item, token) in enumerate(zip(batch.items, tokens, strict=True)):
             if token is None or not self.executor.counts(batch, item.request_id):
                 continue
-            sequence = sequences[item.request_id]
+            sequence = self._sequences[item.request_id]
             if sequence.sampling.pooling:
                 emission, ends = ended_by_prompt(sequence, token, tokens, i), True
             else:

@@ -1,7 +1,7 @@
 """Forecasts from the served model's own hidden state: the state of the last prompt token, in a middle layer.
 
 The state comes out of prefill at no cost. An online ridge regression maps it to the logarithm of the output length,
-beside the forecast that was made before prefill. No state is kept: the regression keeps sums of products.
+beside the forecast that was made before prefill. It keeps sums of products and, in memory alone, the latest states.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from farsight.core.forecast import QUANTILES, Forecast, StateQuestion
 from farsight.predictor.artefact import TrainedModel
 from farsight.predictor.features import Floats
 from farsight.predictor.metrics import pinball
-from farsight.predictor.quantiles import linear_quantiles
 
 MAX_DIM = 512
 """Most numbers that are read of a state: a wider one is projected by fixed random directions first."""
@@ -41,7 +40,10 @@ BESIDE_SHARE = 3.0
 """How much larger than a number of a state the features beside it are: they are few, and each says more."""
 
 RECENT = 500
-"""The latest scores, with what they turned out as: they give the law of a score."""
+"""The latest requests whose scores, beside what they turned out as, give the law of a score."""
+
+BANDWIDTH = 0.35
+"""Distance of scores at which a request weighs 0.6 in the law of another, in standard deviations of the scores."""
 
 NUM_BESIDE = 2
 """Logarithms of the prompt's length, and of the mean of the forecast before prefill."""
@@ -72,8 +74,8 @@ class StateRegression:
         self._count = self._target_sum = 0.0
         self._num_seen = self._solved_at = 0
         self._weights: NDArray[np.float64] | None = None
-        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
-        self._by_score: NDArray[np.float64] | None = None
+        self._kept: deque[tuple[Floats, float]] = deque(maxlen=RECENT)
+        self._law = np.empty((0, 2))
         self._losses: deque[tuple[float, float]] = deque(maxlen=RECENT)
 
     @property
@@ -100,7 +102,7 @@ class StateRegression:
         Raises:
             InvalidValueError: a state of another width.
         """
-        if self._weights is None or len(self._recent) < MIN_EXAMPLES or not requests:
+        if self._weights is None or len(self._law) < MIN_EXAMPLES or not requests:
             return [each.before for each in requests]
         return self._forecasts(self._scores(self._rows(requests)), requests)
 
@@ -117,16 +119,13 @@ class StateRegression:
         requests = [request for request, _ in ended]
         lens = np.array([max(length, 1) for _, length in ended], np.float64)
         rows, targets = self._rows(requests), np.log(lens)
-        if self._weights is not None:
-            scores = self._scores(rows)
-            if len(self._recent) >= MIN_EXAMPLES:
-                own = self._forecasts(scores, requests)
-                self._losses.extend(
-                    (_loss(made, length), _loss(request.before, length))
-                    for made, request, length in zip(own, requests, lens, strict=True)
-                )
-            self._recent.extend(zip(scores.tolist(), lens.tolist(), strict=True))
-            self._by_score = None
+        if self._weights is not None and len(self._law) >= MIN_EXAMPLES:
+            own = self._forecasts(self._scores(rows), requests)
+            self._losses.extend(
+                (_loss(made, length), _loss(request.before, length))
+                for made, request, length in zip(own, requests, lens, strict=True)
+            )
+        self._kept.extend(zip(rows.astype(np.float32), lens.tolist(), strict=True))
         ages = np.arange(len(rows))[::-1]
         weights = 0.5 ** (ages / HALF_LIFE)
         kept = 0.5 ** (len(rows) / HALF_LIFE)
@@ -137,7 +136,7 @@ class StateRegression:
         self._count = kept * self._count + float(weights.sum())
         self._target_sum = kept * self._target_sum + float(weights @ targets)
         self._num_seen += len(rows)
-        if self._num_seen >= max((1 + GROWTH) * self._solved_at, MIN_EXAMPLES / 2):
+        if self._num_seen >= max((1 + GROWTH) * self._solved_at, MIN_EXAMPLES):
             self._solve()
 
     def to_artefact(self, weights_name: str) -> TrainedModel:
@@ -160,7 +159,7 @@ class StateRegression:
             "with_target": self._with_target,
             "totals": np.array([self._count, self._target_sum]),
             "weights": np.empty(0) if self._weights is None else self._weights,
-            "recent": np.array(self._recent).reshape(-1, 2),
+            "law": self._law,
             "losses": np.array(self._losses).reshape(-1, 2),
         }
         return TrainedModel(metadata, arrays)
@@ -185,7 +184,7 @@ class StateRegression:
         made._count, made._target_sum = map(float, arrays["totals"])
         made._weights = arrays["weights"].reshape(width + 1) if len(arrays["weights"]) else None
         made._num_seen, made._solved_at = int(metadata["num_examples"]), int(metadata["solved_at"])
-        made._recent.extend(map(tuple, arrays["recent"].reshape(-1, 2).tolist()))
+        made._law = arrays["law"].reshape(-1, 2)
         made._losses.extend(map(tuple, arrays["losses"].reshape(-1, 2).tolist()))
         return made
 
@@ -211,30 +210,47 @@ class StateRegression:
         centre, target = self._sums / self._count, self._target_sum / self._count
         covariance = self._products / self._count - np.outer(centre, centre)
         variance = np.diag(covariance)
-        unit = np.where(variance > 1e-9, 1.0 / np.sqrt(np.maximum(variance, 1e-9)), 0.0)
+        unit: NDArray[np.float64] = np.where(variance > 1e-9, 1.0 / np.sqrt(np.maximum(variance, 1e-9)), 0.0)
         unit[-NUM_BESIDE:] *= BESIDE_SHARE
         system = covariance * unit[:, None] * unit
         system[np.diag_indices_from(system)] += RIDGE * len(unit) / self._count
-        slopes = unit * np.linalg.solve(system, unit * (self._with_target / self._count - centre * target))
+        inverse = np.linalg.inv(system)
+        slopes = unit * (inverse @ (unit * (self._with_target / self._count - centre * target)))
         self._weights = np.append(slopes, target - centre @ slopes)
         self._solved_at = self._num_seen
+        if len(self._kept) >= MIN_EXAMPLES:
+            self._law = self._scores_without_each(centre, unit, inverse)
+
+    def _scores_without_each(
+        self, centre: NDArray[np.float64], unit: NDArray[np.float64], inverse: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Returns the kept requests' scores by weights fitted to all others, and their lengths, (requests, 2), rising.
+
+        The score of a request that took part in the fit would be too good. Leaving it out moves its residual by the
+        factor 1 / (1 - leverage).
+        """
+        rows = np.stack([row for row, _ in self._kept]).astype(np.float64)
+        lens = np.array([length for _, length in self._kept])
+        scaled = (rows - centre) * unit
+        leverage = np.minimum((np.einsum("ij,ij->i", scaled @ inverse, scaled) + 1.0) / self._count, 0.95)
+        targets = np.log(lens)
+        scores = targets - (targets - self._scores(rows)) / (1.0 - leverage)
+        law: NDArray[np.float64] = np.stack([scores, lens], axis=1)[np.argsort(lens)]
+        return law
 
     def _forecasts(self, scores: NDArray[np.float64], requests: Sequence[StateQuestion]) -> list[Forecast]:
-        """Gives each score the law of what the nearest of the latest scores turned out as."""
-        if self._by_score is None:
-            self._by_score = np.array(sorted(self._recent))
-        recent = self._by_score
-        num = max(len(recent) // 6, MIN_EXAMPLES // 2)
-        first = np.clip(np.searchsorted(recent[:, 0], scores) - num // 2, 0, len(recent) - num)
-        pools = np.sort(recent[first[:, None] + np.arange(num), 1], axis=1)
-        limits = np.array([[each.max_new_tokens] for each in requests], np.float64)
-        pools = np.minimum(pools, limits)
-        begin, counts = np.arange(len(pools)) * num, np.full(len(pools), num)
-        quantiles = linear_quantiles(pools.ravel().astype(np.int32), begin, counts, QUANTILES)
-        return [
-            Forecast(mean, tuple(row), num, SOURCE, self._num_seen)
-            for mean, row in zip(pools.mean(axis=1).tolist(), quantiles.tolist(), strict=True)
-        ]
+        """Gives each score the law of the kept requests, of which those with a near score weigh more."""
+        known, lens = self._law.T
+        distance = (scores[:, None] - known) / (BANDWIDTH * known.std() + 1e-9)
+        weights = np.exp(-0.5 * np.square(distance)) + 1e-6  # a score far from all others has the law of all
+        weights /= weights.sum(axis=1, keepdims=True)
+        places = weights.cumsum(axis=1) - 0.5 * weights
+        made = []
+        for request, row, place in zip(requests, weights, places, strict=True):
+            within = np.minimum(lens, request.max_new_tokens)
+            quantiles = tuple(np.interp(QUANTILES, place, within).tolist())
+            made.append(Forecast(float(row @ within), quantiles, len(lens), SOURCE, self._num_seen))
+        return made
 
 
 def _loss(forecast: Forecast, length: float) -> float:

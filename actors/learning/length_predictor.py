@@ -81,7 +81,7 @@ class LengthPredictor(Component, LengthPredictorCalls):
         if made:
             last = made[-1].within(questions.questions[-1].max_new_tokens)
             self.note("forecasts_made", num_requests=len(made), last_mean_tokens=last.mean)
-        prefilled = tuple(self._reader.states.answer(questions.prefilled))
+        prefilled = tuple(self._reader.answer_prefilled(questions.prefilled))
         self._num_predicted += len(prefilled)
         return Forecasts(made, prefilled)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,6 +118,7 @@ class ApplicationForest(Forest):
     Attributes:
         keys: As in ``KeyStatistics``; so is ``key_sums``.
         grams: As in ``LinearScore``; so are ``gram_weights`` and ``slopes``.
+        score_unit: (1,), what a unit of the score counts for beside the forest's own rank: both differ alike.
     """
 
     keys: NDArray[np.int64]
@@ -125,6 +126,7 @@ class ApplicationForest(Forest):
     grams: Floats
     gram_weights: Floats
     slopes: NDArray[np.float64]
+    score_unit: NDArray[np.float64]
 
     def check(self) -> None:
         """
@@ -132,13 +134,13 @@ class ApplicationForest(Forest):
             ValueError: As ``Forest.check``.
         """
         Forest.check(self)
-        weights = (self.key_sums, self.gram_weights, self.slopes)
+        weights = (self.key_sums, self.gram_weights, self.slopes, self.score_unit)
         fits = (
             self.num_features == NUM_DENSE + 1
             and self.keys.ndim == self.grams.ndim == 1
             and self.key_sums.shape == (len(self.keys) + 1, NUM_STATISTICS)
             and self.gram_weights.shape == self.grams.shape
-            and self.slopes.shape == (NUM_DENSE + 1,)
+            and (self.slopes.shape, self.score_unit.shape) == ((NUM_DENSE + 1,), (1,))
             and bool((np.diff(self.keys) > 0).all() and (np.diff(self.grams) > 0).all())
             and all(bool(np.isfinite(each).all()) for each in weights)
         )
@@ -150,7 +152,9 @@ class ApplicationForest(Forest):
         derived = KeyStatistics(self.keys, self.key_sums).derived(features)
         score = LinearScore(self.grams, self.gram_weights, self.slopes)
         scores = score.scores(features[:, GRAMS_AT:], _dense(derived))
-        return Forest.distribution(self, _with_score(derived, scores), levels)
+        found = Forest.distribution(self, _with_score(derived, scores), levels)
+        # The two orders err on different requests: their sum orders better than either of them.
+        return replace(found, rank=found.rank + scores * self.score_unit[0])
 
 
 def _dense(derived: Floats) -> Floats:
@@ -206,6 +210,7 @@ def grow_by_application(raw: Floats, output_lens: NDArray[np.integer], options: 
         ]
     )
     forest = grow(rows, np.concatenate([output_lens, output_lens[unknown]]), options)
+    ranks = forest.leaf_rank[forest.apply(rows[: len(raw)])].mean(axis=1)
     return ApplicationForest(
         **{each.name: getattr(forest, each.name) for each in fields(Forest)},
         keys=known.keys,
@@ -213,4 +218,5 @@ def grow_by_application(raw: Floats, output_lens: NDArray[np.integer], options: 
         grams=score.grams,
         gram_weights=score.gram_weights,
         slopes=score.slopes,
+        score_unit=np.array([float(ranks.std()) / max(float(scores.std()), 1e-6)]),
     )

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from farsight.predictor.applications.grams import NO_GRAM
 from farsight.predictor.features import Floats
 
-RIDGE = 0.5
+RIDGE = 0.25
 """Ridge penalty, beside words whose squares sum up to 1 in each request."""
 
-DENSE_SHARE = 0.3
+DENSE_SHARE = 1.0
 """What the squares of all other features of a request sum up to, in the mean."""
 
 NUM_FOLDS = 5

@@ -15,7 +15,7 @@ from farsight.predictor.features import IMAGES, NUM_IMAGE_FEATURES, FeatureShape
 from farsight.predictor.retraining import FEATURE_SET, TRAIN_FEATURES, TRAIN_LENS
 from farsight.predictor.trainer import ForestOptions
 
-FOREST = ForestOptions(num_trees=50, min_samples_leaf=5, samples_per_leaf=16, log_target=True)
+FOREST = ForestOptions(num_trees=50, min_samples_leaf=8, samples_per_leaf=16, log_target=True)
 
 D_USER, D_APP = 16, 4
 """Values that stay of the embeddings of a user input and of an instruction, as in Magnus."""
@@ -67,7 +67,7 @@ def untrained_with_encoder(encoder: Encoder, weights: str, num_trees: int = FORE
         "version": 0,
         "model": "forest",
         "num_examples": 0,
-        "forest": asdict(replace(FOREST, num_trees=num_trees)),
+        "forest": asdict(replace(FOREST, num_trees=num_trees, min_samples_leaf=5)),
         "encoder": encoder.name,
         "dim": encoder.dim,
         "d_user": D_USER,

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from farsight.core.config.engine import TOOL_FORMATS, ModelConfig
 from farsight.core.errors import ConfigError
+from farsight.core.forecast import CallForm
 from farsight.core.request import PromptSource
 from farsight.services.api.generation import PromptText
 from farsight.services.api.text.prompts import (
@@ -245,6 +246,24 @@ def test_of_a_completion(prompt: str, instruction: str | None, expected: tuple[s
 def test_the_input_has_its_share_of_the_tokens() -> None:
     assert PromptText("abc", "def" * 3).user_input_len(40) == 30
     assert PromptText("", "").user_input_len(3) == 0
+
+
+async def test_the_backend_is_told_who_calls_and_how(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
+    async def told(key: str = "", **fields: Any) -> CallForm:
+        body = {"model": "tiny", "messages": [said("user", "Hi")], "max_tokens": 4, **fields}
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        assert (await client.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
+        text = backend.texts[-1]
+        assert text is not None
+        return text.call
+
+    assert await told() == CallForm()
+    assert await told(stream=True) == CallForm(streams=True)
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    assert (await told(tools=[tool])).has_tools and (await told(response_format={"type": "json_object"})).has_schema
+    clients = [(await told(**each)).client for each in ({"user": "ada"}, {"key": "k"}, {"key": "k", "user": "ada"})]
+    assert len(set(clients)) == 3 and "" not in clients, "the key, the user, and both are clients of their own"
+    assert (await told(user="ada")).client == clients[0] and "ada" not in clients[0]
 
 
 async def test_the_backend_gets_the_parts_of_a_prompt(client: httpx.AsyncClient, backend: ScriptedBackend) -> None:
