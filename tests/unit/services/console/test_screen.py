@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from farsight.services.console.doctor import LOOKS
-from farsight.services.console.screen import Blocks, Piece, Shown, show_markdown, write_plain
+from farsight.services.console.screen import Blocks, Shown, show_markdown, write_plain
 from farsight.services.console.status import MEASURED_S, age, headline
+from farsight.services.console.talk import Piece
 
 TEXT = "# One\n\nTwo\nlines\n\n```python\na = 1\n\nb = 2\n```\n\nlast"
 
