@@ -92,7 +92,8 @@ def headline(server: str, card: Mapping[str, Any], before: Counts, after: Counts
 
 def age(seconds: float) -> str:
     """Returns a time in its two largest units, as ``3 h 12 min``."""
-    left, found = max(0, round(seconds)), []
+    left = max(0, round(seconds))
+    found: list[str] = []
     for unit, size in _UNITS:
         number, left = divmod(left, size)
         if number or found:

@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from pydantic import BaseModel
 
 from farsight.core.config.load import FarsightConfig
 from farsight.core.errors import FarsightError
@@ -35,7 +33,7 @@ from farsight.tokenization.gguf_file import held_header
 if TYPE_CHECKING:
     from farsight.services.api.pages.explain import Explanation
 
-_Body = TypeVar("_Body", bound=BaseModel)
+_T = TypeVar("_T")
 
 
 class RequestRefused(FarsightError):
@@ -166,7 +164,7 @@ class LocalService:
             raise RequestRefused(f"id: got {response_id!r}, expected the id of an answer of this model", "id")
         return explanation(response_id, traces)
 
-    async def _whole(self, work: Any) -> Any:
+    async def _whole(self, work: Awaitable[_T]) -> _T:
         return await self._system.while_whole(work)
 
     async def until_idle(self) -> None:

@@ -86,7 +86,7 @@ class ServiceThread:
                 yield item
         finally:
             if self._thread.is_alive():
-                self.call(items.aclose())  # type: ignore[arg-type]  # a coroutine, though declared more widely
+                self.call(items.aclose())
 
     def close(self) -> None:
         """Ends what runs and frees the model; further calls are refused. May be called again."""

@@ -19,7 +19,7 @@ from farsight.services.cli import app
 from farsight.services.server_address import HostOption, PortOption, UrlOption
 from tests.command_line import CliRunner
 
-NO_RESULT = {("serve",), ("front",)}
+NO_RESULT = {("serve",), ("front",), ("chat",)}
 """Commands that run until they are ended; a demo can end by itself."""
 
 MAY_BE_NEGATIVE = {("keys", "add", "--priority-min"), ("keys", "add", "--priority-max")}
@@ -79,6 +79,7 @@ def needed(tmp_path: Path) -> dict[Command, list[str]]:
     return {
         ("scale",): ["replica", "1"],
         ("drain",): ["0"],
+        ("run",): ["a-model", "a question"],
         ("batch",): [str(data), out],
         ("bench",): ["--url", nobody],
         ("explain",): ["cmpl-1"],
@@ -126,7 +127,7 @@ def test_every_command_with_a_result_has_json(command: Command) -> None:
 LISTENS = {("serve",), ("front",), ("demo",)}
 """Commands whose ``--port`` is their own."""
 
-CLIENTS = [("status",), ("scale",), ("drain",), ("upgrade",), ("explain",), ("bench",)]
+CLIENTS = [("status",), ("scale",), ("drain",), ("upgrade",), ("explain",), ("bench",), ("chat",), ("run",)]
 
 
 def test_commands_that_ask_a_server_name_it_alike() -> None:
@@ -159,6 +160,12 @@ def test_a_client_asks_the_server_that_it_is_told(
         (["keys", "ad"], ["'add'", "`farsight keys --help`"]),
         (["train"], ["DATA", "`farsight train --help`"]),
         (["status", "--port"], ["--port"]),
+        (["serve", "--quantization", "awq"], ["--quantization", "a flag of vLLM", "--weights int8 or int4"]),
+        (["serve", "--tensor-parallel-size", "0"], ["--tensor-parallel: got 0"]),
+        (["serve", "--ssl-keyfile", "x"], ["access.tls_cert"]),
+        (["run", "no/such/model", "x", "--local"], ["MODEL: got 'no/such/model'"]),
+        (["run", "smollm2", " "], ["PROMPT", "a question"]),
+        (["stop", "1"], ["PORT: got 1", "none runs"]),
         (["scale", "replica", "many"], ["COUNT", "'many'", "an integer"]),
         (["bench", "--url", "http://127.0.0.1:1", "--endpoint", "chats"], ["--endpoint", "'chats'", "'completions'"]),
     ],
@@ -171,6 +178,38 @@ def test_what_there_is_not(args: list[str], parts: list[str]) -> None:
 def test_without_arguments_there_is_help() -> None:
     done = CliRunner().invoke(app, [])
     assert "serve" in done.output and "Usage" in done.output
+    assert "Examples:" in done.output and "Running servers" in done.output
+    assert CliRunner().invoke(app, ["chat", "-h"]).output == CliRunner().invoke(app, ["chat", "--help"]).output
+
+
+SERVE = HELP["serve"].params
+
+
+def test_every_flag_of_a_server_may_be_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [each for each in SERVE if each.param_type_name == "option" and each.name != "help"]
+    for each in flags:
+        monkeypatch.setenv(f"FARSIGHT_{each.name.upper()}", "true" if each.is_flag else "7")
+    context = HELP["serve"].make_context("serve", [])
+    assert len(flags) > 35
+    for each in flags:
+        found = context.params[each.name]
+        assert context.get_parameter_source(each.name).name == "ENVIRONMENT", each.name
+        assert found is True if each.is_flag else str(found).strip("[']") in ("7", "7.0"), (each.name, found)
+
+
+def test_a_service_of_kubernetes_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARSIGHT_PORT", "tcp://10.0.0.1:8000")
+    assert "none beside" in refusal((), ["serve", "a", "--model", "b"])
+    monkeypatch.setenv("FARSIGHT_PORT", "many")
+    assert "--port: got 'many'" in refusal((), ["serve"])
+
+
+@pytest.mark.parametrize(("shell", "words"), [("bash", "farsight chat smol"), ("zsh", "farsight serve smol")])
+def test_shells_complete_models(shell: str, words: str) -> None:
+    variables = {"_FARSIGHT_COMPLETE": f"complete_{shell}", "COMP_WORDS": words, "COMP_CWORD": "2"}
+    variables["_TYPER_COMPLETE_ARGS"] = words
+    done = CliRunner().invoke(app, [], env=variables, prog_name="farsight")
+    assert "smollm2" in done.stdout
 
 
 def test_bench_says_why_it_cannot_ask_a_server() -> None:
