@@ -160,7 +160,7 @@ def test_magnus_batches_by_an_encoder_that_sentence_transformers_computes(tmp_pa
         path = "{tmp_path / "log.sqlite"}"
         [predictor]
         encoder = "sentence-transformers:minilm"
-        learn_every_s = 1
+        learn_every_s = 4
         cpu_share = 16.0
         """,
     )
@@ -173,8 +173,8 @@ def test_magnus_batches_by_an_encoder_that_sentence_transformers_computes(tmp_pa
             for number in range(first, first + num):
                 instruction, length = list(CLASSES.items())[number % 3]
                 body = {"model": EMBEDDED_NAME, "instruction": instruction, "prompt": f"number {number}"}
-                body |= {"max_tokens": 200, "benchmark_len": length}
-                asked.append(threads.submit(client.post, "/v1/completions", json=body))
+                asked_for = {"max_tokens": 200, "benchmark_len": length}
+                asked.append(threads.submit(client.post, "/v1/completions", json=body | asked_for))
             assert {each.result().status_code for each in asked} == {200}
 
     def rows(query: str, *parameters: float) -> list[tuple[Any, ...]]:
@@ -182,12 +182,12 @@ def test_magnus_batches_by_an_encoder_that_sentence_transformers_computes(tmp_pa
             return log.execute(query, parameters).fetchall()
 
     try:
-        ask(120, first=0)  # it begins to learn with the hundredth
+        ask(180, first=0)  # it learns from the first hundred, and holds every fifth back
         wait_until(lambda: sample(server.base_url, "farsight:forecast_version") >= 1, "nothing is learned")
         [(since,)] = rows("SELECT max(finished_at) FROM finished_batches")
-        ask(60, first=120)
+        ask(60, first=180)
         lengths = "SELECT source, mean, output_len FROM forecasts JOIN finished_requests USING (request_id)"
-        wait_until(lambda: len(rows(lengths)) == 180, "the log has not all of them")
+        wait_until(lambda: len(rows(lengths)) == 240, "the log has not all of them")
         last = rows(f"{lengths} WHERE received_at > ?", since)
         assert len(last) == 60 and {source for source, _, _ in last} == {"forest"}
         assert max(abs(mean - length) for _, mean, length in last) <= 1

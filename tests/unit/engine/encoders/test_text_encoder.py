@@ -9,6 +9,7 @@ import functools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_the_packaged_minilm_is_that_of_the_library() -> None:
     assert theirs.dim == ours.dim and theirs.encode([]).shape == (0, 384)
 
 
-LABSE_SIZES: dict[str, int] = {
+LABSE_SIZES: dict[str, Any] = {
     "hidden_size": 768,
     "num_attention_heads": 12,
     "intermediate_size": 3072,
@@ -90,7 +91,7 @@ LABSE_SIZES: dict[str, int] = {
 
 
 @pytest.mark.parametrize("sizes", [{}, pytest.param(LABSE_SIZES, marks=pytest.mark.nightly)])
-def test_labse_gives_the_same_vectors_in_our_code_and_in_the_library(sizes: dict[str, int], tmp_path: Path) -> None:
+def test_labse_gives_the_same_vectors_in_our_code_and_in_the_library(sizes: dict[str, Any], tmp_path: Path) -> None:
     folder = make_labse(tmp_path / "labse", **sizes)
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 6, "do_lower_case": false}')
     texts = ["w5 w6 w7 w8", "w9", "w4 w5 w6 w7 w8 w9 w10 w11 w12"]  # the last is cut off
