@@ -1,7 +1,7 @@
 // The unit of all arithmetic in this directory: a vector of `kWidth` lanes of 32 bits, as wide as the processor's
 // registers. A lane holds one float32, or two bfloat16 that are neighbours along the summed dimension; products are always
 // added in float32. One source text of each kernel therefore serves both types and every width. The vector types of GCC
-// and Clang make it portable; on processors with AVX512-BF16, one instruction multiplies the pairs.
+// and Clang make it portable; on AMD's processors with AVX512-BF16, one instruction multiplies the pairs.
 //
 // Every result is one exactly specified sequence of roundings, whatever else is in the step (ADR 27). The compiler
 // must not fuse operations by itself (-ffp-contract=off): fused multiply-adds are written `fma`, and a sum of lanes has
@@ -153,7 +153,8 @@ struct Bf16 {
   static Element narrow(float x) { return round_to_bf16(x); }
 
   // The product of the upper neighbours is added first, as the instruction does (which takes subnormal numbers for 0).
-#ifdef __AVX512BF16__
+  // Intel's processors, those with AMX, need longer for it than for two multiply-adds.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
   static constexpr int kSteps = 1;
   static f32v part(int, f32v lanes) { return lanes; }
   static f32v fma(f32v acc, uint32_t a, f32v b) {

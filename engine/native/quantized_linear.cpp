@@ -45,11 +45,12 @@ inline u32v nibbles(const uint8_t* from, int second) {
 // Adds the products of a group with one row of activations to V vectors of a panel. No vector of weights is used twice, so
 // none of them waits in a register.
 template <ValueType Type, int V>
-inline void add_group_of_row(const uint8_t* from, int padded, const uint8_t* x, i32v (&acc)[V]) {
+inline void add_group_of_row(const uint8_t* from, int padded, const uint8_t* x, const Ahead* ahead, i32v (&acc)[V]) {
   if constexpr (Type == kNibbles) {
     for (int k = 0; k < padded;) {
       i16v words[V] = {};
       for (const int end = std::min(padded, k + 4 * kNibbleQuads); k < end; k += 8, from += 4 * kPanel) {
+        if (ahead) ahead->step(from);
         const i32v one = splat_int(quad(x + k)), other = splat_int(quad(x + k + 4));
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
@@ -62,6 +63,7 @@ inline void add_group_of_row(const uint8_t* from, int padded, const uint8_t* x, 
     }
   } else if constexpr (Type == kSmall) {
     for (int k = 0; k < padded; k += 8, from += 8 * kPanel) {
+      if (ahead) ahead->step(from), ahead->step(from + 4 * kPanel);
       const i32v one = splat_int(quad(x + k)), other = splat_int(quad(x + k + 4));
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v) {
@@ -71,6 +73,7 @@ inline void add_group_of_row(const uint8_t* from, int padded, const uint8_t* x, 
     }
   } else {
     for (int k = 0; k < padded; k += 4, from += 4 * kPanel) {
+      if (ahead) ahead->step(from);
       const i32v even = splat_int(quad(x + 2 * k)), odd = splat_int(quad(x + 2 * k + 4));
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v) {
@@ -86,7 +89,7 @@ template <ValueType Type, int R, int V>
 inline void add_group(const uint8_t* from, int padded, const uint8_t* x, size_t stride, const Ahead* ahead,
                       i32v (&acc)[R][V]) {
   if constexpr (R == 1) {
-    add_group_of_row<Type, V>(from, padded, x, acc[0]);
+    add_group_of_row<Type, V>(from, padded, x, ahead, acc[0]);
   } else if constexpr (Type == kNibbles) {
     for (int k = 0; k < padded;) {
       i16v words[R][V] = {};

@@ -133,8 +133,8 @@ class Components:
         """
         pool, num_tokens = self.runner.pool, len(self._sequences[name].token_ids)
         if self.runner.config.latent is not None:
-            blocks = (cache.view(pool.num_blocks, BLOCK_SIZE, -1)[self.tables[name]] for cache in pool.keys)
-            return [rows.flatten(0, 1)[:num_tokens] for rows in blocks]
+            of_blocks = [cache.view(pool.num_blocks, BLOCK_SIZE, -1)[self.tables[name]] for cache in pool.keys]
+            return [rows.flatten(0, 1)[:num_tokens] for rows in of_blocks]
         head_dim = self.runner.config.head_dim
         per_lane = 1 if pool.dtype == torch.float32 else 2
         found, scales = [], []
@@ -142,8 +142,8 @@ class Components:
             kv_heads = cache.shape[1]
             blocks = cache.reshape(pool.num_blocks, kv_heads, -1)[self.tables[name]]
             if pool.dtype == torch.int8:
-                of_blocks = blocks[..., BLOCK_SIZE * head_dim :].contiguous().view(torch.float32)
-                scales.append(of_blocks.transpose(1, 2).reshape(-1, kv_heads)[:num_tokens])
+                of_scales = blocks[..., BLOCK_SIZE * head_dim :].contiguous().view(torch.float32)
+                scales.append(of_scales.transpose(1, 2).reshape(-1, kv_heads)[:num_tokens])
                 blocks = blocks[..., : BLOCK_SIZE * head_dim]
             if is_key:
                 parts = blocks.reshape(len(blocks), kv_heads, head_dim // per_lane, BLOCK_SIZE, per_lane)

@@ -117,9 +117,15 @@ async def serve_rounds(directory: Path, num_ingresses: int) -> list[Served]:
         return [await serve(clients[number // NUM_REPLICAS % num_ingresses], number) for number in numbers]
 
 
+def renamed(rounds: list[Served]) -> list[tuple[int, int]]:
+    """Replicas by the order in which requests met them: which of the empty ones is first depends on their starts."""
+    met = list(dict.fromkeys(served.replica for served in rounds))
+    return [(met.index(served.replica), served.cached_len) for served in rounds]
+
+
 async def test_placement_does_not_depend_on_where_requests_come_in(tmp_path: Path) -> None:
     through_one, through_three = [await serve_rounds(tmp_path / str(num), num) for num in (1, 3)]
-    assert through_three == through_one
+    assert renamed(through_three) == renamed(through_one)
     homes = {group_of(number): through_three[number].replica for number in range(NUM_REPLICAS)}
     assert sorted(homes.values()) == ["0", "1", "2"]
     for number, served in enumerate(through_three):
