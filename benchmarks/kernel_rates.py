@@ -1,16 +1,9 @@
 """What the compiled step's products make of this machine: ``python -m benchmarks.kernel_rates [--shape NAME]``.
 
 For each format of weights and number of rows: how fast the matrices of a decoder of that shape are multiplied, in
-<<<<<<< HEAD
-GFLOP/s beside torch's product in float32, and in GB/s of weights beside a plain read of more than the caches hold,
-with as many threads. A decode step has logits for every row, a prefill for none: one row's would be a decode beside a
-single layer. Steps of 256 rows and more go through one layer. All by turns; the least time counts, so that the ratios
-hold on a machine that does other work as well.
-=======
 GFLOP/s beside torch's product in float32, and in GB/s of weights beside a plain read of more than the caches hold, with
 as many threads. A decode step has logits for every row, a prefill for none. Steps of 256 rows and more go through one
 layer. All by turns; the least time counts, so that the ratios hold on a machine that does other work as well.
->>>>>>> kern2
 
 ``--model`` runs whole steps of a checkpoint with weights of each kind beside each other. ``--instructions`` builds both
 for an older processor, and keeps torch to it as well (by MKL's and torch's own variables, read when they are loaded).
