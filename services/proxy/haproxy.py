@@ -211,7 +211,7 @@ def listening_socket(host: str, port: int, write_s: float) -> socket.socket:
 
 
 def proxy_threads(num_processors: int) -> int:
-    """The number of HAProxy's threads: one for each four processors, most of which compute, but not more than four."""
+    """Returns the number of HAProxy's threads: one for four processors, most of which compute, and four at most."""
     return min(_MOST_THREADS, max(1, num_processors // 4))
 
 

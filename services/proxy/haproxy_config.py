@@ -188,7 +188,7 @@ def _ingress(servers: Sequence[IngressServer], interval: str) -> list[str]:
 
 
 def _health(servers: Sequence[IngressServer]) -> list[str]:
-    """The replicas by what tells of their lives, which is asked once: their states in the other backend count here."""
+    """Lists the replicas by what tells of their lives, which is asked once: their states in the other backend count."""
     lines = [f"backend {_HEALTH_BACKEND}"]
     for server in servers:
         if server.liveness_port:
