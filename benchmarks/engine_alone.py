@@ -1,8 +1,8 @@
 """The engine in one process, without Ray and HTTP: ``python -m benchmarks.engine_alone --model DIR --workload NAME``.
 
 Closed loop: so many requests are under way, the next starts when one ends. Each goes to its full length, greedily or
-as ``--temperature`` and ``--top-p`` say. Prompts and seeds are those of ``farsight bench --vocab-size N --salt 0`` with
-the same workload, number and concurrency: how many guessed tokens come true depends on them, and with it the rate.
+as ``--temperature`` and ``--top-p`` say. Prompts and seeds are those of ``farsight bench --vocab-size N`` with the same
+workload, number, ``--seed`` and ``--salt``: how many guessed tokens come true depends on them, and with it the rate.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from farsight.core.request import SamplingParams
 from farsight.engine.engine import Engine
 from farsight.engine.sequence import OutputText
 from farsight.kvcache import StepBatch
+from farsight.services.bench.compare import run_salt
 from farsight.services.bench.report import cell, markdown_table, provenance, write_json
 from farsight.services.bench.requests import BenchRequest
 from farsight.services.bench.statistics import Metrics, distribution, summarize
@@ -93,10 +94,14 @@ class EngineBench:
         rows: The requests of a run.
         vocab_size: Prompts hold ids below it.
         sampling: What all requests have in common; its seed is that of the first.
+        salt: As of ``farsight bench``.
     """
 
-    def __init__(self, engine: Engine, rows: list[BenchRequest], vocab_size: int, sampling: SamplingParams) -> None:
+    def __init__(
+        self, engine: Engine, rows: list[BenchRequest], vocab_size: int, sampling: SamplingParams, salt: int
+    ) -> None:
         self._engine = engine
+        self._salt = salt
         self._sampling = sampling
         self._rows = rows
         self._vocab_size = vocab_size
@@ -140,7 +145,8 @@ class EngineBench:
     def _requests(self, most_tokens: int | None = None) -> list[tuple[list[int], SamplingParams]]:
         """Prompts that no earlier run has used, so that the prefix cache does not help."""
         self._num_runs += 1
-        return drawn_requests(self._rows, self._vocab_size, self._sampling, self._num_runs, most_tokens)
+        salt = run_salt(self._salt, self._num_runs)
+        return drawn_requests(self._rows, self._vocab_size, self._sampling, salt, most_tokens)
 
     def _drive(self, requests: list[tuple[list[int], SamplingParams]], concurrency: int) -> StepLog:
         log = StepLog()
@@ -171,17 +177,17 @@ class EngineBench:
 
 
 def drawn_requests(
-    rows: Sequence[BenchRequest], vocab_size: int, sampling: SamplingParams, run: int, most_tokens: int | None = None
+    rows: Sequence[BenchRequest], vocab_size: int, sampling: SamplingParams, salt: int, most_tokens: int | None = None
 ) -> list[tuple[list[int], SamplingParams]]:
-    """Returns what ``farsight bench --salt 0`` sends in a run: prompts, and settings with the seed of each request.
+    """Returns what ``farsight bench`` sends in a run: prompts, and settings with the seed of each request.
 
     Args:
-        run: Its number in the call, from 1; a warm-up is a run.
+        salt: That of the run.
         most_tokens: Limit of the outputs of a warm-up.
     """
     return [
         (
-            row.prompt_ids(vocab_size, run),
+            row.prompt_ids(vocab_size, salt),
             replace(
                 sampling,
                 max_new_tokens=min(row.output_tokens, most_tokens or row.output_tokens),
@@ -207,7 +213,7 @@ def main() -> None:
     engine = Engine(args.model, dtype=args.dtype, engine=EngineConfig(**options))
     rows = make_workload(args.workload, args.n, args.seed)
     sampling = SamplingParams(1, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
-    bench = EngineBench(engine, rows, args.vocab or vocab_size(Path(args.model)), sampling)
+    bench = EngineBench(engine, rows, args.vocab or vocab_size(Path(args.model)), sampling, args.salt)
     levels = []
     for concurrency in args.concurrency:
         bench.warm_up(concurrency)
@@ -239,6 +245,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--n", type=int, default=256, help="requests")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--salt", type=int, default=0, help="as of farsight bench: another one, other prompts")
     parser.add_argument("--vocab", type=int, help="prompts hold ids below this [the model's]")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)

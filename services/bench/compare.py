@@ -39,6 +39,11 @@ _RUN_BITS = 16
 Say = Callable[[str], None]
 
 
+def run_salt(salt: int, run: int) -> int:
+    """Returns the salt of a call's run of this number, from 1; warm-ups are runs too."""
+    return (salt << _RUN_BITS) + run
+
+
 class Bench:
     """Runs loads on servers.
 
@@ -75,7 +80,7 @@ class Bench:
         if self._options.same_prompts:
             return 0
         self._num_runs += 1
-        return (self.salt << _RUN_BITS) + self._num_runs
+        return run_salt(self.salt, self._num_runs)
 
     def _salts_of_a_round(self) -> list[int]:
         """Salts for the targets: servers answer the same prompts, since how many guesses come true depends on them.

@@ -358,6 +358,13 @@ def _set_environment(directory: Path, proxy: str, ports: range, server: ServerCo
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
         "RAY_task_events_report_interval_ms": "0",
         "RAY_event_stats": "0",
+        # The raylet looks ten times a second for resources, objects and idle workers that never change here.
+        "RAY_raylet_report_resources_period_milliseconds": "500",
+        "RAY_raylet_check_gc_period_milliseconds": "1000",
+        "RAY_kill_idle_workers_interval_ms": "1000",
+        "RAY_object_manager_timer_freq_ms": "1000",
+        "RAY_local_fs_monitor_interval_ms": "1000",
+        "RAY_memory_monitor_refresh_ms": "1000",
         # Ray adds 15 to the niceness of its workers, which then wait for every other process of the machine, and the
         # threads of a step for the one that waits.
         "RAY_worker_niceness": "0",

@@ -212,6 +212,7 @@ class Service:
         self._starting = starting
         self._runner = runner
         self._ingress_replicas = site.config.server.ingress_replicas or default_ingress_replicas()
+        self._supervisor_host: Any = None
 
     def start(self, stages: Stages) -> None:
         """Starts what takes requests; returns when the service answers them.
@@ -288,14 +289,17 @@ class Service:
 
         from farsight.actors.runtime.hosts import find_host
 
-        host = find_host(host_of(SUPERVISOR, self._site.placement), self._site.namespace)
+        host = self._supervisor_host or find_host(host_of(SUPERVISOR, self._site.placement), self._site.namespace)
+        self._supervisor_host = None  # until it has answered, it may be the handle of a dead one
         if host is None:
             return None
         try:
             asked = Asked(host, SUPERVISOR, method, request)
-            return asked.read(ray.get(asked.ref, timeout=WATCH_INTERVAL_S))
+            answer = asked.read(ray.get(asked.ref, timeout=WATCH_INTERVAL_S))
         except RayError:
             return None
+        self._supervisor_host = host
+        return answer
 
 
 def start_components(site: Site) -> StartingComponents:

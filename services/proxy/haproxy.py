@@ -211,7 +211,7 @@ def listening_socket(host: str, port: int, write_s: float) -> socket.socket:
 
 
 def proxy_threads(num_processors: int) -> int:
-    """The number of HAProxy's threads: one passes on some 10,000 events a second, and the model wants the processors."""
+    """Returns the number of HAProxy's threads: one for four processors, most of which compute, and four at most."""
     return min(_MOST_THREADS, max(1, num_processors // 4))
 
 

@@ -29,6 +29,9 @@ from farsight.services.api.text.dialect import TokenTexts
 DONE = b"data: [DONE]\n\n"
 EARLY_S = 5.0
 """Without a first event for so long, the status line goes ahead with the promise of the end, if there is one."""
+_MOST_IN_A_ROW = 16
+"""Events after which others have a turn: a source that never waits would starve the disconnect watch."""
+
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -141,10 +144,12 @@ class EventStream(Response):
             if self._begun is None:
                 await self._begin(send)
             await _send_body(send, first, more=True)
+            num_sent = 1
             async for chunk in events:
                 await _send_body(send, chunk, more=True)
-                # A fast source and a server that never blocks would starve the disconnect watch.
-                await asyncio.sleep(0)
+                num_sent += 1
+                if num_sent % _MOST_IN_A_ROW == 0:
+                    await asyncio.sleep(0)
             await _send_body(send, b"", more=False)
 
     async def _first(self, events: AsyncGenerator[bytes, None], send: Send) -> bytes | None:

@@ -6,10 +6,11 @@ import json
 
 from benchmarks.engine_alone import drawn_requests
 from farsight.core.request import SamplingParams
+from farsight.services.bench.compare import run_salt
 from farsight.services.bench.targets import BodyForm, make_call
 from farsight.services.bench.workloads import make_workload
 
-VOCAB, SEED, RUN = 49_152, 5, 2
+VOCAB, SEED, SALT = 49_152, 5, run_salt(3, 2)
 
 
 def test_its_prompts_and_seeds_are_those_of_the_load_generator() -> None:
@@ -17,7 +18,7 @@ def test_its_prompts_and_seeds_are_those_of_the_load_generator() -> None:
     form = BodyForm(temperature=0.8, top_p=0.95, seed=SEED, ignore_eos=True, vocab_size=VOCAB)
     sampling = SamplingParams(1, temperature=0.8, top_p=0.95, seed=SEED)
     for most_tokens in (None, 8):
-        bodies = [json.loads(make_call(row, "m", form, RUN, most_tokens).body) for row in rows]
+        bodies = [json.loads(make_call(row, "m", form, SALT, most_tokens).body) for row in rows]
         sent = [(each["prompt"], each["seed"], each["max_tokens"]) for each in bodies]
-        drawn = drawn_requests(rows, VOCAB, sampling, RUN, most_tokens)
+        drawn = drawn_requests(rows, VOCAB, sampling, SALT, most_tokens)
         assert [(prompt, each.seed, each.max_new_tokens) for prompt, each in drawn] == sent
