@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -44,6 +45,8 @@ def free_bytes(utilization: float, step: Callable[[], object], more_bytes: int =
     free, total = torch.cuda.mem_get_info()
     others = total - free - torch.cuda.memory_reserved()  # the context, recorded steps, other processes
     del kept
+    gc.collect()  # a recorded step and its owner know one another
+    torch.cuda.empty_cache()
     return int(total * utilization) - others - peak - more_bytes
 
 

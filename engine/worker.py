@@ -328,8 +328,9 @@ class Worker:
     def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[Emission, bool]:
         """Adds new tokens up to the one that ends the output, if there is one; returns whether there is."""
         start = sequence.output_len
-        is_first = len(sequence.token_ids) == sequence.request.known_len
-        cached_len = (sequence.cached_len or 0) if is_first else 0
+        cached_len = sequence.cached_len or 0
+        if cached_len and len(sequence.token_ids) > sequence.request.known_len:
+            cached_len = 0  # told with the first token
         # Only the text shows whether a stop string has come; text that is not needed for that can wait, since all
         # outputs held back would be decoded in one step.
         at_once = bool(sequence.sampling.stop) or self._held_back is not None

@@ -65,6 +65,7 @@ class LeaseExecutor(PlanExecutor):
         self._may_repeat = False  # whether the step begun last was free of waits that end by themselves
         self._chosen_in = -1  # ``revision`` when a step was chosen last
         self._ahead: _StepAhead | None = None
+        self._begun: tuple[StepBatch, int] | None = None  # by ``begin_after``, and ``revision`` then
 
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
         self._block_hashes = block_hashes
@@ -241,6 +242,9 @@ class LeaseExecutor(PlanExecutor):
         )
 
     def rest_of(self, batch: StepBatch) -> StepBatch | None:
+        begun = self._begun
+        if begun is not None and begun[0] is batch and begun[1] == self.revision:
+            return batch  # nothing has ended or lost its KV
         items = tuple(item for item in batch.items if self._is_due(item))
         return (batch if len(items) == len(batch.items) else StepBatch(items)) if items else None
 
@@ -255,8 +259,10 @@ class LeaseExecutor(PlanExecutor):
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.after is not batch or ahead.revision != self.revision:
             return None
-        fits = all(self.blocks.grow(request_id, length) is not None for request_id, length in ahead.turning)
-        return ahead.batch if fits else None
+        if any(self.blocks.grow(request_id, length) is None for request_id, length in ahead.turning):
+            return None
+        self._begun = ahead.batch, self.revision
+        return ahead.batch
 
     def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
         num_tokens = 1 if wanted == 1 else draft.share(wanted)

@@ -70,7 +70,7 @@ def row_parameters(params: SequenceOf[SamplingParams], vocab_size: int) -> np.nd
 class DeviceDraws:
     """Draws by our own kernel (``Draws``), which is compiled when this is made.
 
-    A padding row of a recorded step draws with whatever parameters there are, and nobody reads its token.
+    A padding row of a recorded step draws with the parameters of an earlier step; its token is not read.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class DeviceDraws:
         self.draw(torch.zeros(1, vocab_size, device=device), torch.zeros(1, dtype=torch.int64, device=device))
 
     def fill(self, params: SequenceOf[SamplingParams], positions: SequenceOf[int]) -> None:
-        """See ``Draws.fill``."""
+        """Launches the copy of a step's parameters, as ``Draws.fill``."""
         num_rows, rows = len(params), self._rows
         if params != self._params:  # what stays the same from step to step is laid out once
             self._params = list(params)
@@ -97,7 +97,7 @@ class DeviceDraws:
         self._given.send(num_rows * _LONGS)
 
     def draw(self, logits: Tensor, tokens: Tensor) -> None:
-        """See ``Draws.draw``."""
+        """Launches the kernel, as ``Draws.draw``."""
         given = self._given.there
         self._kernel[(len(logits),)](
             logits,
@@ -125,7 +125,7 @@ class DeviceSampler(Sampler):
         self._draws = draws
 
     def settles(self, param: SamplingParams) -> bool:
-        """See ``Sampler.settles``."""
+        """Tells it of all rows whose tokens depend on nothing before them (``Sampler.settles``)."""
         return not param.looks_back
 
     def _draw(self, logits: Tensor, params: SequenceOf[SamplingParams], positions: SequenceOf[int]) -> Tensor:

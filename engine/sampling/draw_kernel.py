@@ -133,7 +133,7 @@ def _kth_of_listed(x, ids, count, k, low, high, TILE: tl.constexpr):  # type: ig
 def _nucleus(x, ids, count, top, scale, total, tail, low, high, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Finds the border among the listed tokens, behind which at most ``tail`` of the total is left.
 
-    Of tokens with the border's logit those of the lowest ids go.
+    Among tokens with the border's logit those with the lowest ids go.
 
     Returns:
         The border's key, and the lowest id that stays of those that have it.

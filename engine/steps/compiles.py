@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from farsight.engine.checkpoint.catalogue import cache_dir
@@ -25,7 +27,7 @@ def compile_side_by_side(work: Callable[[], object], num_threads: int) -> int:
         How many there are; none without Triton.
     """
     try:
-        from triton import AsyncCompileMode, knobs
+        from triton import AsyncCompileMode, JITFunction, knobs
     except ImportError:
         return 0
     found: dict[tuple[Any, str], None] = {}
@@ -39,10 +41,26 @@ def compile_side_by_side(work: Callable[[], object], num_threads: int) -> int:
         work()
     finally:
         knobs.runtime.jit_cache_hook = before
-    with ThreadPoolExecutor(num_threads, "kernels") as threads, AsyncCompileMode(threads):
+    with ThreadPoolExecutor(num_threads, "kernels") as threads, _parsed_in_turn(JITFunction), AsyncCompileMode(threads):
         for kernel, data in found:
             kernel.preload(data)
     return len(found)
+
+
+@contextmanager
+def _parsed_in_turn(kind: Any) -> Iterator[None]:
+    """Lets one thread at a time parse: in some versions of Python ``ast.parse`` raises where two threads call it."""
+    parse, lock = kind.parse, threading.Lock()
+
+    def locked(self: Any) -> Any:
+        with lock:
+            return parse(self)
+
+    kind.parse = locked
+    try:
+        yield
+    finally:
+        kind.parse = parse
 
 
 class CompileCounter:

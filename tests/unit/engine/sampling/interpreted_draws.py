@@ -55,7 +55,7 @@ def test_small_draws_are_those_of_the_compiled_sampler() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab_size", [61, 1000, 9000])
 def test_random_rows(vocab_size: int, tied: bool) -> None:
-    """Of all kinds of parameters, masks and histories; the interpreter rounds where a GPU has a fused multiply-add."""
+    """All kinds of parameters, masks and histories; the interpreter rounds where a GPU has a fused multiply-add."""
     rows = Rows(vocab_size, 40, tied=tied)
     ours, theirs = rows.sample(sampler(vocab_size)), rows.sample(NativeSampler(EOS))
     assert sum(a != b for a, b in zip(ours, theirs, strict=True)) == 0
