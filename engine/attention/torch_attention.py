@@ -44,12 +44,12 @@ class Bound:
 
     @classmethod
     def of_bytes(cls, num_bytes: int, config: DecoderConfig, pool: KVPool) -> Bound:
-        """As much as fits into that memory: half of it for blocks, half for scores."""
+        """Returns as much as fits into that memory: half of it for blocks, half for scores."""
         tokens = num_bytes // 2 // (2 * config.num_key_value_heads * config.head_dim * pool.dtype.itemsize)
         return cls(max(1, tokens // pool.block_size), num_bytes // 2 // (config.num_attention_heads * _SCORE_BYTES))
 
     def queries(self, keys: int) -> int:
-        """Queries that so many keys are multiplied with at once."""
+        """Counts the queries that so many keys are multiplied with at once."""
         return max(1, self.scores // keys)
 
 
