@@ -62,7 +62,7 @@ def test_a_stream_without_a_first_token_has_a_place_beyond_those_by_price() -> N
     assert order.num_places(128, 1.0) == 25
 
 
-@pytest.mark.parametrize(("num_each", "most"), [(15, 13), (50, 11)])
+@pytest.mark.parametrize(("num_each", "most"), [(15, 13), (50, 12)])
 def test_streams_that_are_due_go_first_while_they_have_no_more_than_their_share(
     num_each: int, most: int
 ) -> None:
