@@ -8,9 +8,11 @@ it was. With ``--for-s`` it ends after so many seconds, with status 3 while runs
 ``python -m benchmarks.real_presets table --out DIR`` puts together what there is.
 
 ``python -m benchmarks.real_presets simulate --profile FILE --out DIR`` runs the cells of ``hol`` in the simulator, with
-the prices of a machine as ``farsight profile`` measures them, into a folder of their own for the same table. With
-``--workloads chats chats-cv3 chats-burst --chats FILE --max-num-seqs 128`` the requests are chats with the lengths that
-a real model gave them (``record`` asks one), half of them streamed; ``table --chats`` says what their clients see.
+the prices of a machine as ``farsight profile`` measures them, into a folder of their own for the same table.
+
+With ``--workloads chats chats-cv3 chats-burst --chats FILE --max-num-seqs 128`` both send chats, half of them streamed:
+servers answer them to their natural ends, in the simulator answers are as long as in the file, which ``record`` writes.
+``table --chats`` says what their clients see.
 """
 
 from __future__ import annotations

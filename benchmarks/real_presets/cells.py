@@ -90,7 +90,7 @@ class Bench:
     Attributes:
         dtype: The type of weights and KV in each server.
         texts: File of the eight tasks.
-        chats: File that ``chats.record`` has written.
+        chat_file: What ``chats.record`` has written.
         peer_venv: Where vLLM is installed; None without it.
     """
 
@@ -101,7 +101,7 @@ class Bench:
     dtype: str = "bfloat16"
     texts: Path | None = None
     peer_venv: Path | None = None
-    chats: Path | None = None
+    chat_file: Path | None = None
 
     def requests(self, workload: str, seed: int) -> list[BenchRequest]:
         """The requests of a workload.
@@ -122,9 +122,9 @@ class Bench:
         Raises:
             ConfigError: There is no file of them.
         """
-        if self.chats is None:
+        if self.chat_file is None:
             raise ConfigError("--chats", None, "a file that record has written, for the workloads of chats")
-        return chats.draw(chats.read_chats(self.chats, folds=0), num, per_s, workload, seed)
+        return chats.draw(chats.read_chats(self.chat_file, folds=0), num, per_s, workload, seed)
 
     def command(self, system: System, folder: Path) -> ServerCommand:
         """How the system is started; its configuration goes into ``folder``."""

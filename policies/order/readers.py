@@ -49,10 +49,10 @@ CROWDED = 1.5
 """Jobs for each place from which a stream counts less than another job where places are shared out: streams that do
 not wait behind the prompts of all others have their share earlier."""
 
-LEAST_WEIGHT = 0.7
+LEAST_WEIGHT = 0.85
 """What a stream counts then at least."""
 
-TAIL = 0.3
+TAIL = 0.5
 """Of ``[scheduler] tail``: no boost touches streams, which keep the tail of all ends, so others may go by size."""
 
 LEAST_ACCURACY = 0.6

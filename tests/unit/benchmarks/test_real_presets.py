@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.real_presets.cells import Bench, Run, System, known_capacity, missing, requests_within
+from benchmarks.real_presets.chats import Chat, Drawn, serve
 from benchmarks.real_presets.part import expected_s, measure_part
 from benchmarks.real_presets.simulated import Machine, simulate
 from benchmarks.real_presets.table import plot, table
 from farsight.core.errors import ConfigError
+from farsight.services.bench.targets import BenchTarget
 from farsight.simulator.cluster.latency import A100_7B
+from tests.unit.services.bench.fake_server import fake_server
 
 
 @pytest.mark.parametrize(
@@ -144,3 +147,14 @@ def test_a_part_takes_the_runs_that_fit_and_at_least_one(tmp_path: Path, monkeyp
     assert requests_within(0.5, 90.0, 250) == 45
     assert requests_within(8.0, 90.0, 250) == requests_within(8.0, math.inf, 250) == 250, "all runs at once"
     assert requests_within(0.5, -3.0, 250) == 0, "the first pass has used up the time"
+
+
+def test_of_chats_those_that_no_one_reads_are_asked_for_as_a_whole() -> None:
+    drawn = [Drawn(0.0, Chat("hello", 3, 8), is_read) for is_read in (True, False, True, False)]
+    with fake_server() as server:
+        metrics = serve(BenchTarget("fake", server.base_url, "fake"), drawn)
+    assert sorted(body["stream"] for body in server.bodies) == [False, False, True, True]
+    assert (metrics["requests"], metrics["errors"]) == (4, 0)
+    assert metrics["unread_jct_ms_mean"] > 0
+    assert 0 < metrics["read_ttft_ms_p50"] <= metrics["read_ttft_ms_p99"]
+    assert metrics["read_late_ms_p99"] >= 0

@@ -84,6 +84,9 @@ class FakeServer:
         fault = body.get("user")
         if fault == "full":
             return web.json_response({"error": {"message": "full"}}, status=503)
+        if not body["stream"]:
+            choice = {"index": 0, "message": {"content": "ab"}, "finish_reason": "stop"}
+            return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         num_tokens = body.get("benchmark_len", body["max_tokens"]) - (1 if fault == "short" else 0)
