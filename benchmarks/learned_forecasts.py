@@ -31,7 +31,7 @@ from farsight.predictor.text_predictor import TextPredictor
 FIRST_FIT = 100
 """Finished requests before a server's first fit."""
 
-ORDERS = 3
+ORDERS = 8
 """Orders of the recorded requests: each begins at another place."""
 
 NUM_PAIRS = 200_000

@@ -33,7 +33,7 @@ GROWTH = 0.1
 HALF_LIFE = 4000.0
 """Examples after which an earlier one counts half."""
 
-RIDGE = 1.0
+RIDGE = 2.0
 """Ridge penalty: examples that the prior of no relation counts for, for each number of a state."""
 
 BESIDE_SHARE = 3.0

@@ -33,14 +33,12 @@ class StateForecasts:
 
     Args:
         weights_name: Names the served weights.
-        saves: Whether this predictor saves what it has learned; only one of several does.
     """
 
-    def __init__(self, log_store: LogStoreCalls, weights_name: str, *, saves: bool) -> None:
+    def __init__(self, log_store: LogStoreCalls, weights_name: str) -> None:
         self._log_store = log_store
         self._weights_name = weights_name
         self._kind = f"state-regression {weights_name}"
-        self._saves = saves
         self._open: OrderedDict[str, StateQuestion] = OrderedDict()
         self._regression: StateRegression | None = None
         self._saved_at = 0
@@ -83,8 +81,8 @@ class StateForecasts:
             self._saved_at = self._regression.num_examples
 
     async def run(self) -> None:
-        """Saves from time to time, until cancelled."""
-        while self._saves:
+        """Saves from time to time, until cancelled; only one of several predictors does."""
+        while True:
             await asyncio.sleep(SAVE_S)
             regression = self._regression
             if regression is not None and regression.num_examples > (1 + SAVE_GROWTH) * self._saved_at:

@@ -218,7 +218,7 @@ class TextForecasts:
         self._history = history
         self._feature_set = feature_set(artefact)
         self._registry = ModelRegistry(log_store, artefact, context.registry)
-        self.states = StateForecasts(log_store, _weights_name(context), saves=self._is_learner)
+        self.states = StateForecasts(log_store, _weights_name(context))
         self._server = ForecastServer(predictor, self._settings.cpu_share, context.degraded)
         append = log_store.append
         self._outbox = LogOutbox[ForecastRecord](append, lambda new: LogRecords(forecasts=new), context.degraded)
@@ -256,7 +256,9 @@ class TextForecasts:
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """Returns the coroutines that must run as long as the predictor serves."""
-        work = [self._server.run(), self._outbox.run(), self.states.run()]
+        work = [self._server.run(), self._outbox.run()]
+        if self._is_learner:
+            work.append(self.states.run())
         if self._settings.learn and can_be_retrained(self._artefact):
             learner = LengthLearner(self._log_store, self._registry, self._artefact, self._use, self._settings)
             work.append(learner.run() if self._is_learner else self._keep_up())
