@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -233,7 +233,14 @@ def experiment_from(given: Mapping[str, Any], preset: str | None, seed: int) -> 
 
     from farsight.simulator.summary import Sla
 
-    value = {"trace": "sharegpt-like", "predictor": "none", "sla_ttft": 10.0, "sla_mtpot": 1.5, **given}.get
+    values: dict[str, Any] = {
+        "trace": "sharegpt-like",
+        "predictor": "none",
+        "sla_ttft": 10.0,
+        "sla_mtpot": 1.5,
+        **given,
+    }
+    value: Callable[[str], Any] = values.get
     latency, kv_tokens = hardware(value("gpu"), value("model"), value("tensor_parallel"), value("profile"))
     experiment = replace(
         experiment_of(value("config"), value("replicas"), value("max_num_seqs")),

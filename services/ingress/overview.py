@@ -54,10 +54,11 @@ MAX_ASKED = 12
 """Most components of a kind that are asked for their last decisions."""
 
 
-def defects() -> tuple[type[Exception], ...]:
-    """Returns the unexpected errors of a component here, or on another node, which there is with Ray alone."""
+def failures(expected: type[FarsightError]) -> tuple[type[Exception], ...]:
+    """Returns that error, lateness, and unexpected errors of a component here or, where there is Ray, elsewhere."""
     ray = sys.modules.get("ray.exceptions")
-    return (RemoteError,) if ray is None else (ray.RayTaskError, RemoteError)
+    found = (expected, TimeoutError, RemoteError)
+    return found if ray is None else (*found, ray.RayTaskError)
 
 
 R = TypeVar("R")
@@ -68,7 +69,7 @@ async def _said(asked: Awaitable[R], otherwise: R) -> R:
     try:
         async with asyncio.timeout(TIMEOUT_S):
             return await asked
-    except (FarsightError, TimeoutError, *defects()):
+    except failures(FarsightError):
         return otherwise
 
 
@@ -140,7 +141,7 @@ class Overview:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await asked
-        except (PeerLost, TimeoutError, *defects()) as error:
+        except failures(PeerLost) as error:
             raise FarsightError(f"{who} does not answer") from error
 
     async def healthy(self) -> bool:

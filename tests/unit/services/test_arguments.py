@@ -182,7 +182,7 @@ def test_without_arguments_there_is_help() -> None:
     assert CliRunner().invoke(app, ["chat", "-h"]).output == CliRunner().invoke(app, ["chat", "--help"]).output
 
 
-SERVE = HELP["serve"].params
+SERVE: list[Any] = list(HELP["serve"].params)
 
 
 def test_every_flag_of_a_server_may_be_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,8 @@ def test_every_flag_of_a_server_may_be_a_variable(monkeypatch: pytest.MonkeyPatc
     assert len(flags) > 35
     for each in flags:
         found = context.params[each.name]
-        assert context.get_parameter_source(each.name).name == "ENVIRONMENT", each.name
+        source = context.get_parameter_source(each.name)
+        assert source is not None and source.name == "ENVIRONMENT", each.name
         assert found is True if each.is_flag else str(found).strip("[']") in ("7", "7.0"), (each.name, found)
 
 

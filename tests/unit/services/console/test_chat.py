@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 
@@ -44,12 +45,13 @@ class Scripted(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         type(self).answers += 1
-        deltas = [
+        deltas: list[dict[str, str]] = [
             {"role": "assistant"},
             {"reasoning_content": "hm"},
             {"content": f"you said {body['messages'][-1]['content']}"},
         ]
-        events = [{"id": "chatcmpl-1", "choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+        choices = [[{"delta": delta, "finish_reason": None}] for delta in deltas]
+        events: list[dict[str, Any]] = [{"id": "chatcmpl-1", "choices": each} for each in choices]
         events.append({"id": "chatcmpl-1", "choices": [], "usage": {"completion_tokens": 9}})
         if self.answers == 2:
             events = [events[2], {"error": {"message": "no more"}}]
