@@ -63,9 +63,7 @@ def test_a_stream_without_a_first_token_has_a_place_beyond_those_by_price() -> N
 
 
 @pytest.mark.parametrize(("num_each", "most"), [(15, 13), (50, 12)])
-def test_streams_that_are_due_go_first_while_they_have_no_more_than_their_share(
-    num_each: int, most: int
-) -> None:
+def test_streams_that_are_due_go_first_while_they_have_no_more_than_their_share(num_each: int, most: int) -> None:
     streams = [job(f"stream{number}", 200.0, reading_rate=0.0) for number in range(num_each)]
     wholes = [job(f"whole{number}", 200.0) for number in range(num_each)]
     order = order_of(*streams, *wholes)
