@@ -222,7 +222,7 @@ class StateRegression:
             self._law = self._scores_without_each(centre, unit, inverse)
 
     def _scores_without_each(
-        self, centre: NDArray[np.float64], unit: NDArray[np.float64], inverse: NDArray[np.float64]
+        self, centre: NDArray[np.float64], unit: NDArray[np.float64], inverse: NDArray[np.floating[Any]]
     ) -> NDArray[np.float64]:
         """Returns the kept requests' scores by weights fitted to all others, and their lengths, (requests, 2), rising.
 
