@@ -242,8 +242,7 @@ class LeaseExecutor(PlanExecutor):
         )
 
     def rest_of(self, batch: StepBatch) -> StepBatch | None:
-        begun = self._begun
-        if begun is not None and begun[0] is batch and begun[1] == self.revision:
+        if self._begun is not None and self._begun[0] is batch and self._begun[1] == self.revision:
             return batch  # nothing has ended or lost its KV
         items = tuple(item for item in batch.items if self._is_due(item))
         return (batch if len(items) == len(batch.items) else StepBatch(items)) if items else None
@@ -259,10 +258,9 @@ class LeaseExecutor(PlanExecutor):
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.after is not batch or ahead.revision != self.revision:
             return None
-        if any(self.blocks.grow(request_id, length) is None for request_id, length in ahead.turning):
-            return None
-        self._begun = ahead.batch, self.revision
-        return ahead.batch
+        fits = all(self.blocks.grow(request_id, length) is not None for request_id, length in ahead.turning)
+        self._begun = (ahead.batch, self.revision) if fits else None
+        return ahead.batch if fits else None
 
     def _continue(self, held: SequenceState, wanted: int, draft: BatchDraft) -> None:
         num_tokens = 1 if wanted == 1 else draft.share(wanted)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
 
 from benchmarks.common.gpu_models import model_config, random_weights
 from farsight.engine.attention.layout import StepSizes
@@ -24,10 +23,10 @@ from farsight.engine.sampling.sampler import NO_TOKEN
 from farsight.engine.steps.backends import GraphBackend, TorchBackend
 from farsight.engine.steps.model_runner import ModelRunner
 from tests.unit.engine.driver import Driver
-from tests.unit.engine.native.test_native_sampler import EOS, Rows, probabilities_and_scores
 from tests.unit.engine.sampling.samplers import History, params
 
 CPU = torch.device("cpu")
+EOS = (2,)
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {},
@@ -56,6 +55,8 @@ def test_small_draws_are_those_of_the_compiled_sampler() -> None:
 @pytest.mark.parametrize("vocab_size", [61, 1000, 9000])
 def test_random_rows(vocab_size: int, tied: bool) -> None:
     """All kinds of parameters, masks and histories; the interpreter rounds where a GPU has a fused multiply-add."""
+    from tests.unit.engine.native.test_native_sampler import Rows  # imports transformers, which takes seconds
+
     rows = Rows(vocab_size, 40, tied=tied)
     ours, theirs = rows.sample(sampler(vocab_size)), rows.sample(NativeSampler(EOS))
     assert sum(a != b for a, b in zip(ours, theirs, strict=True)) == 0
@@ -92,6 +93,10 @@ LIMITS: list[dict[str, Any]] = [{}, {"top_p": 0.8}, {"top_k": 6, "min_p": 0.02}]
 @pytest.mark.parametrize("number", range(len(LIMITS)))
 def test_the_law_is_that_of_transformers(number: int) -> None:
     """Chi-square of 200 draws; one failure of all settings would be by chance once in a thousand runs."""
+    from scipy.stats import chi2
+
+    from tests.unit.engine.native.test_native_sampler import probabilities_and_scores
+
     num_draws, vocab_size = 200, 40
     row = 2 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(number))
     chosen = [params(seed=number, temperature=0.9, **LIMITS[number])] * num_draws
