@@ -17,7 +17,7 @@ from torch import Tensor
 from farsight.engine.checkpoint.layers import ExpertWeights, Linear, Matrix
 
 
-@triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     rows,
     order,
@@ -25,7 +25,6 @@ def _product(  # type: ignore[no-untyped-def]
     matrices,
     biases,
     out,
-    num_pairs,
     inputs,
     outputs,
     num_experts,
@@ -127,7 +126,6 @@ class _Matrices:
             self._addresses,
             rows if self._biases is None else self._biases,
             out,
-            num_pairs,
             self._inputs,
             self._outputs,
             count,
