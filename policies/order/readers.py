@@ -46,7 +46,7 @@ STEPS_AHEAD = 3
 """Steps of all streams that a stream needs at least to come back, where steps are long."""
 
 TAIL = 0.5
-"""Of ``[scheduler] tail``: no boost touches streams, which keep the tail of all ends, so others may go by size."""
+"""Part of ``[scheduler] tail``: no boost touches streams, which keep the tail of all ends, so others may go by size."""
 
 LEAST_ACCURACY = 0.6
 """Share of ended pairs that must have been predicted in their order; a coin has 0.5."""
