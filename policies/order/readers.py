@@ -45,15 +45,8 @@ PAUSES_S = 1.5
 STEPS_AHEAD = 3
 """Steps of all streams that a stream needs at least to come back, where steps are long."""
 
-CROWDED = 1.5
-"""Jobs for each place from which a stream counts less than another job where places are shared out: streams that do
-not wait behind the prompts of all others have their share earlier."""
-
-LEAST_WEIGHT = 0.85
-"""What a stream counts then at least."""
-
 TAIL = 0.5
-"""Of ``[scheduler] tail``: no boost touches streams, which keep the tail of all ends, so others may go by size."""
+"""Part of ``[scheduler] tail``: no boost touches streams, which keep the tail of all ends, so others may go by size."""
 
 LEAST_ACCURACY = 0.6
 """Share of ended pairs that must have been predicted in their order; a coin has 0.5."""
@@ -202,15 +195,10 @@ class ReadersFirst(Boosted):
             kinds[streams] = np.where(ahead, _AHEAD, _DUE)
             keys[streams] = self._column("read_by")[streams]
             due = streams[~ahead]
-            most = self._most_due(len(streams), int(np.count_nonzero(~is_read)))
+            num_unread = int(np.count_nonzero(~is_read))
+            most = math.ceil(self._num_rows * len(streams) / (len(streams) + num_unread))
             kinds[due[np.argsort(keys[due], kind="stable")[most:]]] = _OVER
         return kinds, keys
-
-    def _most_due(self, num_streams: int, num_unread: int) -> int:
-        """Returns how many places streams may take from jobs that no one reads."""
-        crowd = len(self._table.jobs) / self._num_rows
-        weight = num_streams * max(LEAST_WEIGHT, min(1.0, CROWDED / crowd))
-        return math.ceil(self._num_rows * weight / (weight + num_unread))
 
     def _boosted_at(self, arrived_at: FloatArray, resident: NDArray[np.bool_]) -> FloatArray:
         share = self._accuracy.share

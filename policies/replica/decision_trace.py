@@ -32,7 +32,7 @@ from farsight.policies.replica.facts import (
     TurnedAway,
     TurnsChanged,
 )
-from farsight.policies.replica.places import Places
+from farsight.policies.replica.places import PlaceLimit
 from farsight.policies.tenancy.fair_shares import FairShares
 
 MAX_DECISIONS = 64
@@ -144,7 +144,7 @@ class DecisionTrace:
     def __init__(
         self,
         policies: ReplicaPolicies,
-        places: Places,
+        places: PlaceLimit,
         requests: Mapping[str, ScheduledRequest],
         admitted: Mapping[str, ScheduledRequest],
         shares: FairShares,

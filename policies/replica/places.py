@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Places:
+class PlaceLimit:
     """Places of a replica.
 
     Attributes:

@@ -18,7 +18,7 @@ from farsight.core.messages.plans import Plan, Slot
 from farsight.core.request import Residency
 from farsight.policies.interfaces import Job, Order, ScheduledRequest
 from farsight.policies.replica.mirror import WorkerMirror
-from farsight.policies.replica.places import Places
+from farsight.policies.replica.places import PlaceLimit
 
 UNBOUNDED = 0
 """No bound but the step's own."""
@@ -99,7 +99,7 @@ class ReplicaPlans:
     """
 
     def __init__(
-        self, order: Order, budget: StepBudget, grant_lead_s: float, mirror: WorkerMirror, places: Places
+        self, order: Order, budget: StepBudget, grant_lead_s: float, mirror: WorkerMirror, places: PlaceLimit
     ) -> None:
         self.cost: StepCost | None = None
         self._order, self._budget = order, budget

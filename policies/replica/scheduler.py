@@ -59,7 +59,7 @@ from farsight.policies.replica.facts import (
 )
 from farsight.policies.replica.mirror import WorkerMirror
 from farsight.policies.replica.order_check import OffloadClient, OffloadTally
-from farsight.policies.replica.places import Places
+from farsight.policies.replica.places import PlaceLimit
 from farsight.policies.replica.planner import NO_BUDGET, ReplicaPlans, StepBudget
 from farsight.policies.replica.step_selector import StepSelector
 from farsight.policies.tenancy.fair_shares import FairShares
@@ -104,7 +104,7 @@ class ReplicaScheduler:
         self.limits = limits
         self._mirror = mirror = WorkerMirror(policies.order.changed)
         self.shares = shares = FairShares(limits.max_num_seqs)
-        self.places = places = Places(limits.max_num_seqs, limits.max_num_seqs)
+        self.places = places = PlaceLimit(limits.max_num_seqs, limits.max_num_seqs)
         self._trace = DecisionTrace(policies, places, mirror.requests, mirror.admitted, shares)
         self._promises = PromiseMaker(limits.max_num_seqs)
         self._just_enough = JustEnough(self._promises.laws, limits.grant_lead_s)

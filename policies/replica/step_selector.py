@@ -18,7 +18,7 @@ from farsight.policies.replica import flex
 from farsight.policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from farsight.policies.replica.mirror import WorkerMirror
 from farsight.policies.replica.order_check import OffloadClient, standing_orders
-from farsight.policies.replica.places import Places
+from farsight.policies.replica.places import PlaceLimit
 from farsight.policies.tenancy.fair_shares import FairShares
 
 
@@ -191,7 +191,7 @@ class StepSelector:
     def __init__(
         self,
         policies: ReplicaPolicies,
-        places: Places,
+        places: PlaceLimit,
         mirror: WorkerMirror,
         shares: FairShares,
         *,

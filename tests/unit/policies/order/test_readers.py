@@ -62,16 +62,16 @@ def test_a_stream_without_a_first_token_has_a_place_beyond_those_by_price() -> N
     assert order.num_places(128, 1.0) == 25
 
 
-@pytest.mark.parametrize(("num_each", "most"), [(15, 13), (50, 12)])
-def test_streams_that_are_due_go_first_while_they_have_no_more_than_their_share(num_each: int, most: int) -> None:
-    streams = [job(f"stream{number}", 200.0, reading_rate=0.0) for number in range(num_each)]
-    wholes = [job(f"whole{number}", 200.0) for number in range(num_each)]
+@pytest.mark.parametrize(("num_wholes", "most"), [(20, 13), (60, 7)])
+def test_streams_that_are_due_go_first_while_they_have_no_more_than_their_share(num_wholes: int, most: int) -> None:
+    streams = [job(f"stream{number}", 200.0, reading_rate=0.0) for number in range(20)]
+    wholes = [job(f"whole{number}", 200.0) for number in range(num_wholes)]
     order = order_of(*streams, *wholes)
     order.price(PROCESSOR, 100_000)
     for number, each in enumerate(streams):
         report(order, each, 1, 90.0 + number / 10)
     ranked = names(order, 100.0)
-    assert ranked[:most] == [each.request_id for each in streams[:most]], "half of 25 places, in a crowd less"
+    assert ranked[:most] == [each.request_id for each in streams[:most]], "their part of 25 places"
     assert set(ranked[most:][: len(wholes)]) == {each.request_id for each in wholes}
     assert ranked[most + len(wholes) :] == [each.request_id for each in streams[most:]]
 
