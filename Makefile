@@ -1,7 +1,8 @@
 # Two commands do everything on a fresh machine with Python >= 3.11: `make serve` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
-# uv where it is, which installs in a fraction of pip's time; else pip, which every Python has.
+# uv where it is, which resolves and installs with a fraction of pip's work; else pip, which every Python has.
+# uv does not read pip's own configuration (an index of your own, say): make setup UV= takes pip all the same.
 UV ?= $(shell command -v uv 2>/dev/null)
 PIP = $(if $(UV),VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install,$(VENV)/bin/python -m pip --disable-pip-version-check install)
 # Another build of torch: make setup TORCH_INDEX_URL=<address of an index of torch wheels>

@@ -66,7 +66,7 @@ class Wanted:
 
     Attributes:
         url: Address of a server that the user has named; None for whatever is here.
-        settings: Of a model in this process, by flag.
+        settings: For a model in this process, by flag.
     """
 
     model: str | None
@@ -231,7 +231,7 @@ class Conversation:
     """Questions and answers until the user leaves.
 
     Args:
-        fields: Of every request.
+        fields: What every request has.
         system: What the model is told before the first question.
     """
 

@@ -18,7 +18,7 @@ _REFRESHES = 8
 """A second: what one reads is no smoother with more."""
 
 
-class Blocks:
+class GrowingBlocks:
     """Growing Markdown: blocks that are complete, and the rest. A blank line ends a block, unless in a code block."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ def show_markdown(pieces: Iterable[Piece], console: Console) -> Shown:
     from rich.live import Live
     from rich.markdown import Markdown
 
-    shown, began, blocks, thought = Shown(), time.monotonic(), Blocks(), ""
+    shown, began, blocks, thought = Shown(), time.monotonic(), GrowingBlocks(), ""
     with Live(console=console, transient=True, refresh_per_second=_REFRESHES) as live:
         try:
             for piece in pieces:

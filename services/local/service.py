@@ -179,7 +179,7 @@ def private_settings(config: FarsightConfig) -> FarsightConfig:
 
 @asynccontextmanager
 async def local_service(config: FarsightConfig, model: LocatedModel | None = None) -> AsyncIterator[LocalService]:
-    """A service under these settings, up.
+    """Opens a service under these settings; it is up.
 
     Args:
         model: Where the configured model is, if that has been looked up.

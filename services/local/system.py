@@ -129,7 +129,7 @@ class LocalSystem:
 
     @asynccontextmanager
     async def ingress(self) -> AsyncIterator[EngineClient]:
-        """An ingress replica; what it leaves open at its end, no component is told."""
+        """Opens an ingress replica; what it leaves open at its end, no component is told."""
         served = await self.router.model()
         assert served is not None
         model = model_info(self.site, served.ready)
@@ -165,7 +165,7 @@ class LocalSystem:
 async def local_system(
     config: FarsightConfig, model_dir: Path = EMBEDDED_MODEL, *, forecasts: bool = True
 ) -> AsyncIterator[LocalSystem]:
-    """As many replicas as the configuration says, all of them up.
+    """Opens as many replicas as the configuration says; all of them are up.
 
     Args:
         config: ``model.name`` is the name that clients use.

@@ -18,7 +18,7 @@ from farsight.services.run_file import RunFile, run_files
 from tests.command_line import CliRunner
 
 PORTS = (1, 2)
-"""Nobody listens there, so that the servers do not answer."""
+"""No program listens there, so that the servers do not answer."""
 
 SERVER = """
 import signal, sys

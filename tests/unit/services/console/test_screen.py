@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from farsight.services.console.doctor import LOOKS
-from farsight.services.console.screen import Blocks, Shown, show_markdown, write_plain
+from farsight.services.console.screen import GrowingBlocks, Shown, show_markdown, write_plain
 from farsight.services.console.status import MEASURED_S, age, headline
 from farsight.services.console.talk import Piece
 
@@ -17,7 +17,7 @@ TEXT = "# One\n\nTwo\nlines\n\n```python\na = 1\n\nb = 2\n```\n\nlast"
 
 @pytest.mark.parametrize("size", [1, 3, len(TEXT)])
 def test_blocks_end_at_blank_lines_outside_of_code(size: int) -> None:
-    blocks = Blocks()
+    blocks = GrowingBlocks()
     found = [block for at in range(0, len(TEXT), size) for block in blocks.add(TEXT[at : at + size])]
     assert [each.strip() for each in found] == ["# One", "Two\nlines", "```python\na = 1\n\nb = 2\n```"]
     assert "".join(found) + blocks.rest == TEXT
