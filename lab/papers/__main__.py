@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 from lab.papers.pictures import draw
-from lab.papers.tables import ROWS, rows_of
+from lab.papers.tables import CONDITIONS, ROWS, rows_of
 from lab.reproduce.papers import PAPERS
 
 for name in sys.argv[1:]:
-    shutil.copyfile(name, ROWS / Path(name).name)
+    file = Path(name).name
+    shutil.copyfile(name, (CONDITIONS if file.startswith("conditions_") else ROWS) / file)
 for paper in PAPERS:
     for figure in paper.figures:
         if rows_of(figure):

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from lab.reproduce.causes import cause_of
 from lab.reproduce.papers import PAPERS, Paper, PaperFigure, gaps
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = DOCS / "papers" / "rows"
+CONDITIONS = DOCS / "papers" / "conditions"
+"""Rows of changed conditions, which are no results of a paper."""
 
 VERDICTS = ("ok, printed", "ok, range", "ok, order", "ok, own", "fitted", "off", "open", "exempt")
 """Agreements are told apart by what they agree with."""
@@ -29,6 +34,7 @@ class StoredRow:
         reported: A number, or both ends of a range, of which one may be missing; None without a printed figure.
         expected: The same for a figure of this project.
         ours: None if it was not measured.
+        values: Ours for each draw, as far as they are kept.
     """
 
     setting: str
@@ -39,6 +45,17 @@ class StoredRow:
     ours: float | None
     verdict: str
     note: str
+    values: tuple[float, ...] = field(default=(), repr=False)  # a digest of older pictures knows nothing of them
+
+    @property
+    def interval(self) -> str:
+        """Ours, with two standard errors where there are draws to tell them."""
+        if self.ours is None:
+            return ""
+        if len(self.values) < 2:
+            return f"{self.ours:.4g}"
+        error = 2 * statistics.stdev(self.values) / math.sqrt(len(self.values))
+        return f"{self.ours:.4g} ± {error:.2g}"
 
     @property
     def kind(self) -> str:
@@ -53,12 +70,14 @@ def stored(reproduction: str) -> tuple[StoredRow, ...]:
     Raises:
         FileNotFoundError: None are kept.
     """
-    lines = (ROWS / f"{reproduction}.jsonl").read_text("utf-8").splitlines()
+    folder = CONDITIONS if reproduction.startswith("conditions_") else ROWS
+    lines = (folder / f"{reproduction}.jsonl").read_text("utf-8").splitlines()
     return tuple(_row(json.loads(line)) for line in lines)
 
 
 def _row(fields: dict[str, Any]) -> StoredRow:
-    return StoredRow(**{name: fields[name] for name in StoredRow.__dataclass_fields__})
+    kept = {name: fields[name] for name in StoredRow.__dataclass_fields__ if name in fields}
+    return StoredRow(**kept | {"values": tuple(fields.get("values", ()))})
 
 
 def rows_of(figure: PaperFigure) -> tuple[StoredRow, ...]:
@@ -110,6 +129,33 @@ def gaps_table() -> str:
     lines = ["| paper | figure | why |", "|---|---|---|"]
     lines += [f"| {paper.name} | {figure.number}: {figure.what} | {figure.why} |" for paper, figure in gaps()]
     return "\n".join(lines)
+
+
+def printed_table() -> str:
+    """Every number and range that the papers print, ours, and for each that is missed its cause."""
+    lines = ["| paper | setting | metric | printed | ours | verdict | cause |", "|---|---|---|---|---|---|---|"]
+    for paper in PAPERS:
+        for name in paper.reproductions:
+            for row in stored(name):
+                if row.basis not in ("printed", "range"):
+                    continue
+                cause = cause_of(name, row.setting, row.metric) if row.verdict == "off" else None
+                why = "" if cause is None else f"{cause.why}: `{cause.run}`"
+                cells = (paper.name, row.setting, row.metric, _shown(row.reported), row.interval, row.verdict, why)
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def conditions_tables(paper: Paper) -> str:
+    """What comes out where one condition of a reproduction is changed."""
+    parts = []
+    for name in paper.conditions:
+        lines = ["| changed | metric | printed | ours | verdict |", "|---|---|---|---|---|"]
+        for row in stored(name):
+            wanted = _shown(row.reported) if row.reported is not None else "order"
+            lines.append(f"| {row.setting} | {row.metric} | {wanted} | {row.interval} | {row.verdict} |")
+        parts.append(f"`python -m lab.reproduce {name}`:\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def index_table(paper: Paper) -> str:

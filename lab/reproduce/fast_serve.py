@@ -204,7 +204,7 @@ def _scaling() -> list[Row]:
     return _against_baselines("fastserve_scaling", points, (3.5, 4.0), (9.2, 11.1), ((2.2, 6.4), (4.3, 12.5)))
 
 
-_MLFQ = "most, MLFQ without preemption / FastServe"
+_MLFQ = "most, MLFQ variants / FastServe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +230,10 @@ def _mlfq_point(bed: Testbed, load: Load) -> _MlfqPoint:
 def _mlfq_rows(panel: str, points: dict[str, tuple[Testbed, Load]], most: float) -> list[Row]:
     """One panel of Figure 10: MLFQ with and without preemption behind FastServe, and by how much at most.
 
-    MLFQ without preemption does the same work in another order, so no order can be ahead of it by more than the best
-    one is. The note of its last row tells that bound: MLFQ over the best of FastServe, FCFS, and the Gittins order with
-    true lengths. With preemption the work of an iteration that is cut off is lost.
+    The printed factors are of both variants together. MLFQ without preemption does the same work in another order, so
+    no order can be ahead of it by more than the best one is. The note of the row of factors tells that bound: MLFQ over
+    the best of FastServe, FCFS, and the Gittins order with true lengths. With preemption the work of an iteration that
+    is cut off is lost, and there is no such bound.
     """
     name = "fastserve_variants"
     rows, found = [], {setting: _mlfq_point(*at) for setting, at in points.items()}
@@ -244,8 +245,11 @@ def _mlfq_rows(panel: str, points: dict[str, tuple[Testbed, Load]], most: float)
             rows.append(Row(name, f"{panel} {setting}", f"{metric} / FastServe", held, factor, note, DRAWS))
         rows.append(_promoted(name, f"{panel} {setting}", *points[setting], point.ours))
     bound = max(point.naive_s / point.best_s for point in found.values())
-    note = f"within 25 %; the same work in another order: the best order known here is ahead by {bound:.2f} at most"
-    factor = max(point.naive_s / point.ours.mean_s for point in found.values())
+    alone = max(point.naive_s / point.ours.mean_s for point in found.values())
+    cut_off = max(point.cut_off_s / point.ours.mean_s for point in found.values())
+    note = f"within 25 %; printed of both variants together; without preemption alone it is {alone:.2f}, and no order"
+    note += f" known here is ahead of that one by more than {bound:.2f}"
+    factor = max(alone, cut_off)
     rows.append(Row(name, f"{panel} {_MLFQ}", "mean JCT", Printed(near(most, share=0.25)), factor, note))
     return rows + (_ratio_rows(found) if panel == "(d)" else [])
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -34,10 +35,13 @@ from farsight.policies.batching.hrrn import HighestResponseRatio
 from farsight.policies.batching.wma import WmaBatcher
 from farsight.policies.compose import build_router, build_scheduler
 from farsight.policies.fleet.events import BatchEnded
-from farsight.policies.replica.scheduler import SchedulerLimits
+from farsight.policies.interfaces import Admission, Job, ReplicaPolicies
+from farsight.policies.kv.newest_first import NewestGiveWay
+from farsight.policies.order.fcfs import Fcfs
+from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from farsight.policies.settings import PolicySettings
 from farsight.simulator.cluster.fleet import Fleet, FleetShape
-from farsight.simulator.cluster.latency import GPUS, MODELS, LinearLatency, Roofline
+from farsight.simulator.cluster.latency import GPUS, MODELS, LatencyModel, LinearLatency, Roofline
 from farsight.simulator.cluster.padded import num_computed_tokens, padded_fleet
 from farsight.simulator.cluster.records import Record
 from farsight.simulator.cluster.replica import ReplicaShape
@@ -47,6 +51,7 @@ from farsight.simulator.traffic.traces import MissingTraceError, count_tokens, f
 from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.rows import EXACT, UNBOUND, Exempt, OrderCheck, Printed, Reproduction, Row, near
 
+TEXTS = "apps_text.jsonl.gz"
 MEMORY_TOKENS = 16_096
 _CAPACITY_TOKENS = int(MEMORY_TOKENS / 0.7)
 _RELOAD_S = 20.0
@@ -54,6 +59,7 @@ VSQ_SLOWDOWN, VSQ_STRETCH = 1.4, 1.15
 SLOW_JOIN_S = 0.5
 LIMIT = 1024
 _NUM_WORKERS = 7
+NUM_SEATS = 7
 _RMSE = 15.649
 CORRELATION = {"MT": 0.967, "GC": 0.981, "TD": 0.778, "CT": 0.996, "BF": 0.992, "CC": 0.771}
 DEVICE = Roofline(GPUS["v100-32g"], MODELS["chatglm-6b"])
@@ -76,14 +82,20 @@ def case_study_latency() -> LinearLatency:
 class PaperBatcher(WmaBatcher):
     """Batches for ``MEMORY_TOKENS``: the paper's Theta is 70 % of the memory that the weights leave."""
 
-    def __init__(self, choose: ChooseBatch, max_batch_size: int | None = None) -> None:
-        super().__init__(MEMORY_TOKENS, choose, max_batch_size=max_batch_size)
+    def __init__(
+        self,
+        choose: ChooseBatch,
+        max_batch_size: int | None = None,
+        memory_tokens: int = MEMORY_TOKENS,
+        wma_threshold: float = 50_000,
+    ) -> None:
+        super().__init__(memory_tokens, choose, wma_threshold, max_batch_size)
 
     def hold(self, memory_tokens: float, now: float) -> None:
         """Does nothing: the memory is given."""
 
 
-def estimated_hrrn(latency: LinearLatency) -> HighestResponseRatio:
+def estimated_hrrn(latency: LatencyModel) -> HighestResponseRatio:
     return HighestResponseRatio(cache(partial(padded_batch_s, latency)))
 
 
@@ -97,21 +109,33 @@ class Pool:
 
 
 @cache
-def load_pool() -> Pool:
+def _task_lengths() -> tuple[list[int], list[int], list[str]]:
+    """Prompt and output lengths of the requests of all tasks, in tokens, and their applications."""
+    rows = [row.values for row in read_rows(find_data(TEXTS))]
+    prompts = [count_tokens(f"{row['instruction']}\n{row['user_input']}") for row in rows]
+    return prompts, [count_tokens(row["output"]) for row in rows], [row["app"] for row in rows]
+
+
+@cache
+def load_pool(error: float = 1.0, stretch: float = 1.0) -> Pool:
     """Lengths of ``apps_text.jsonl.gz``, every task equally often.
+
+    Args:
+        error: How many times as far as the paper's the predicted lengths are off.
+        stretch: How many times as long as the reference the outputs are, up to the limit.
 
     Raises:
         MissingTraceError: the file is not there.
     """
-    rows = [row.values for row in read_rows(find_data("apps_text.jsonl.gz"))]
-    prompts = [min(LIMIT, count_tokens(f"{row['instruction']}\n{row['user_input']}")) for row in rows]
-    outputs = np.array([min(LIMIT, count_tokens(row["output"])) for row in rows])
-    apps = np.array([row["app"] for row in rows])
-    spread = np.zeros(len(rows))
+    prompts, outputs_there, named = _task_lengths()
+    prompts = [min(LIMIT, num) for num in prompts]
+    outputs = np.array([min(LIMIT, math.ceil(stretch * num)) for num in outputs_there])
+    apps = np.array(named)
+    spread = np.zeros(len(apps))
     for app, correlation in CORRELATION.items():
         spread[apps == app] = outputs[apps == app].std() * math.sqrt(1 - correlation**2)
-    spread *= _RMSE / math.sqrt(float((spread**2).mean()))
-    predicted = np.clip(outputs + spread * np.random.default_rng(1).standard_normal(len(rows)), 1, LIMIT)
+    spread *= error * _RMSE / math.sqrt(float((spread**2).mean()))
+    predicted = np.clip(outputs + spread * np.random.default_rng(1).standard_normal(len(apps)), 1, LIMIT)
     return Pool(tuple(prompts), tuple(outputs.tolist()), tuple(predicted.tolist()))
 
 
@@ -145,28 +169,31 @@ def _outcome(done: list[Record], num_tokens: int) -> MagnusOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stalling:
+class Stalling:
     """Continuous batching that stops all requests while a new prompt is computed: two forward passes in a step.
 
     Attributes:
         join_s: Additional seconds of a step in which a request joins.
+        padding: Tokens of context that a step reads for each one there is.
     """
 
-    inner: LinearLatency
+    inner: LatencyModel
     join_s: float = 0.0
+    padding: float = 1.0
 
     @property
     def cost(self) -> StepCost:
         return self.inner.cost
 
     def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
+        context_tokens = round(self.padding * context_tokens)
         if prefill_tokens and decode_seqs:
             join_s = self.join_s + self.inner.step_s(prefill_tokens, 0, 0, prefill_pairs)
             return join_s + self.inner.step_s(0, decode_seqs, context_tokens)
         return self.inner.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
 
     def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
-        return self.inner.decode_run_s(decode_seqs, context_tokens, num_steps)
+        return self.inner.decode_run_s(decode_seqs, round(self.padding * context_tokens), num_steps)
 
     def copy_s(self, num_tokens: int) -> float:
         return self.inner.copy_s(num_tokens)
@@ -176,30 +203,55 @@ class _Stalling:
         return self.inner.image_cost
 
 
+class InGroups(Admission):
+    """Lets requests join only once so many places are free, or none runs; then all places may be filled."""
+
+    def __init__(self, num_seats: int, group: int) -> None:
+        self._most_running = num_seats - group
+
+    def begin(self, running: Sequence[Job], capacity: int) -> None:
+        self._joins = not running or len(running) <= self._most_running
+
+    def admits(self, job: Job) -> bool:
+        return self._joins
+
+    def add(self, job: Job) -> None:
+        """Does nothing: the places are counted by the scheduler."""
+
+
 def _slower(latency: LinearLatency, factor: float) -> LinearLatency:
     cost = latency.cost
     slow = StepCost(cost.base_s * factor, cost.prefill_token_s * factor, 0.0, cost.context_token_s * factor)
     return LinearLatency(slow)
 
 
-def _continuous(arrivals: list[SimRequest], join_s: float) -> MagnusOutcome:
-    """CCB: at most 7 at a time on each instance."""
-    shape = ReplicaShape(num_blocks=_CAPACITY_TOKENS // 16, max_num_seqs=7, max_batch_tokens=8 * LIMIT)
-    limits = SchedulerLimits(7, standby_slots=0)
-    fleet = Fleet(
-        FleetShape(shape, _Stalling(case_study_latency(), join_s), _NUM_WORKERS),
-        build_router("fcfs", "least-work"),
-        lambda index: build_scheduler("fcfs", limits, PolicySettings(replace(UNBOUND, watermark=1.0))),
-    )
+def continuous(
+    arrivals: list[SimRequest], latency: Stalling, num_seats: int = NUM_SEATS, group: int = 1
+) -> MagnusOutcome:
+    """CCB: at most 7 at a time on each instance.
+
+    Args:
+        group: Places that are free before any request joins.
+    """
+    shape = ReplicaShape(num_blocks=_CAPACITY_TOKENS // 16, max_num_seqs=num_seats, max_batch_tokens=8 * LIMIT)
+    limits = SchedulerLimits(num_seats, standby_slots=0)
+
+    def scheduler(_: int) -> ReplicaScheduler:
+        if group == 1:
+            return build_scheduler("fcfs", limits, PolicySettings(replace(UNBOUND, watermark=1.0)))
+        return ReplicaScheduler(ReplicaPolicies(Fcfs(), InGroups(num_seats, group), NewestGiveWay()), limits)
+
+    fleet = Fleet(FleetShape(shape, latency, _NUM_WORKERS), build_router("fcfs", "least-work"), scheduler)
     done = fleet.run(arrivals).done
     return _outcome(done, sum(record.num_tokens for record in done))
 
 
-def _static_fleet(batcher: BatchPolicy, latency: LinearLatency) -> Fleet:
+def _static_fleet(batcher: BatchPolicy, latency: LatencyModel) -> Fleet:
     return padded_fleet(batcher, latency, _NUM_WORKERS, kv_tokens=_CAPACITY_TOKENS, reload_s=_RELOAD_S)
 
 
-def _static(batcher: BatchPolicy, arrivals: list[SimRequest], latency: LinearLatency) -> MagnusOutcome:
+def static(batcher: BatchPolicy, arrivals: list[SimRequest], latency: LatencyModel) -> MagnusOutcome:
+    """Batches that return together."""
     fleet = _static_fleet(batcher, latency)
     done = fleet.run(arrivals).done
     return _outcome(done, num_computed_tokens(fleet))
@@ -210,22 +262,22 @@ def serve(system: str, arrivals: list[SimRequest]) -> MagnusOutcome:
     latency = case_study_latency()
     match system:
         case "CCB":
-            return _continuous(arrivals, 0.0)
+            return continuous(arrivals, Stalling(latency))
         case "CCB, slow joins":
-            return _continuous(arrivals, SLOW_JOIN_S)
+            return continuous(arrivals, Stalling(latency, SLOW_JOIN_S))
         case "VSQ":
             longer = [
                 replace(each, output_len=min(LIMIT, math.ceil(VSQ_STRETCH * each.output_len))) for each in arrivals
             ]
-            return _static(FcfsBatches(10), longer, _slower(latency, VSQ_SLOWDOWN))
+            return static(FcfsBatches(10), longer, _slower(latency, VSQ_SLOWDOWN))
         case "VS":
-            return _static(FcfsBatches(7), arrivals, latency)
+            return static(FcfsBatches(7), arrivals, latency)
         case "GLP":
-            return _static(PaperBatcher(first_arrived, max_batch_size=7), arrivals, latency)
+            return static(PaperBatcher(first_arrived, max_batch_size=7), arrivals, latency)
         case "ABP":
-            return _static(PaperBatcher(first_arrived), arrivals, latency)
+            return static(PaperBatcher(first_arrived), arrivals, latency)
         case "Magnus":
-            return _static(PaperBatcher(estimated_hrrn(latency)), arrivals, latency)
+            return static(PaperBatcher(estimated_hrrn(latency)), arrivals, latency)
     raise ValueError(system)
 
 
@@ -236,7 +288,6 @@ def batches_served(arrivals: list[SimRequest]) -> list[tuple[float, BatchEnded]]
     return list(zip(fleet.batches_ended_at, fleet.batches, strict=True))
 
 
-TEXTS = "apps_text.jsonl.gz"
 STEPS_AT_ONCE = 5
 """Periods of learning that one point of the curve covers."""
 

@@ -43,11 +43,13 @@ class Paper:
 
     Attributes:
         page: Its page under ``docs``.
+        conditions: Names in the register of what was changed to find causes.
     """
 
     name: str
     page: str
     figures: tuple[PaperFigure, ...]
+    conditions: tuple[str, ...] = ()
 
     @property
     def reproductions(self) -> list[str]:
@@ -73,6 +75,7 @@ MAGNUS = Paper(
         PaperFigure("Figs 12 and 13", "the parts of Magnus, one by one", "magnus_ablation"),
         PaperFigure("Fig 14", "errors of the estimator of serving times while it learns", "magnus_learning"),
     ),
+    ("conditions_magnus",),
 )
 
 MULTI_BIN = Paper(
@@ -114,6 +117,11 @@ FASTSERVE = Paper(
         PaperFigure("Fig 11 (d)", "the same, by memory", "fastserve_kv", r"^\(d\)"),
         PaperFigure("Section 6.4 (Fig 12)", "66B on 6 to 16 GPUs", "fastserve_scaling"),
     ),
+    (
+        "conditions_fastserve",
+        "conditions_fastserve_swapping",
+        "conditions_fastserve_peak",
+    ),
 )
 
 PAST_FUTURE = Paper(
@@ -138,6 +146,11 @@ PAST_FUTURE = Paper(
         ),
         PaperFigure("Table 2", "throughput of multimodal models", "past_future_table2"),
     ),
+    (
+        "conditions_past_future",
+        "conditions_past_future_table1",
+        "conditions_past_future_table2",
+    ),
 )
 
 PREBLE = Paper(
@@ -156,6 +169,10 @@ PREBLE = Paper(
         PaperFigure("Fig 10", "the parts of Preble, one by one", "preble_ablation"),
         PaperFigure("Fig 10, elsewhere", "the later parts where they act", "preble_parts"),
         PaperFigure("Section 5.4", "requests a second of the global scheduler", "preble_scheduler_rate"),
+    ),
+    (
+        "conditions_preble",
+        "conditions_preble_parts",
     ),
 )
 

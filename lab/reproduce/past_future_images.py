@@ -108,11 +108,13 @@ class OneGpu:
         return replace(cost, prefill_token_s=cost.prefill_token_s + self.inner.image_cost.token_s * self.image_share)
 
 
-def questions(line: Seeing, num: int = NUM_QUESTIONS, seed: int = 0) -> list[SimRequest]:
+def questions(
+    line: Seeing, num: int = NUM_QUESTIONS, seed: int = 0, answer_tokens: float = ANSWER_TOKENS
+) -> list[SimRequest]:
     """Questions about drawn pictures, those about the same one together; each with its true length for a forecast."""
     rng = np.random.default_rng(seed)
     texts = line.text.sample(rng, num).tolist()
-    answers = LogNormal(ANSWER_TOKENS, ANSWER_SPREAD, line.limit).sample(rng, num).tolist()
+    answers = LogNormal(answer_tokens, ANSWER_SPREAD, line.limit).sample(rng, num).tolist()
     pictures = np.sort(rng.integers(0, round(num / PER_IMAGE), num)).tolist()
     return [
         SimRequest(

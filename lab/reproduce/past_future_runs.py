@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import is_not
 
 import numpy as np
 
@@ -75,9 +76,13 @@ ORACLE = Method("Oracle", lambda _: PastFuture(TrueLengths(), reserve_ratio=0.0,
 
 
 class Watched(Admission):
-    """An admission, and what its batches will really need: M* with true lengths whenever something has been added.
+    """An admission, and what its batches will really need: M* with true lengths.
 
     The forecasts of the jobs must be their true lengths.
+
+    Attributes:
+        peaks: M* whenever something has been added.
+        point_peaks: M* at every scheduling point, whether something has been added or not.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -85,11 +90,17 @@ class Watched(Admission):
         self._truth = TrueLengths()
         self._jobs: list[Job] = []
         self._has_added = False
+        self._peak = 0
         self.peaks: list[int] = []
+        self.point_peaks: list[int] = []
 
     def begin(self, running: Sequence[Job], capacity: int) -> None:
         self._has_added = False
-        self._jobs = list(running)
+        # While the same jobs decode, M* stays as it is.
+        if len(running) != len(self._jobs) or any(map(is_not, running, self._jobs)):
+            self._jobs = list(running)
+            self._peak = self._needed()
+        self.point_peaks.append(self._peak)
         self._admission.begin(running, capacity)
 
     def admits(self, job: Job) -> bool:
@@ -98,14 +109,19 @@ class Watched(Admission):
     def add(self, job: Job) -> None:
         self._admission.add(job)
         self._jobs.append(job)
+        self._peak = self.point_peaks[-1] = self._needed()
+        if self._has_added:
+            self.peaks[-1] = self._peak
+        else:
+            self.peaks.append(self._peak)
+        self._has_added = True
+
+    def _needed(self) -> int:
+        if not self._jobs:
+            return 0
         lengths = self._truth.draw(self._jobs, 1)[0]
         generated = np.array([each.output_len for each in self._jobs])
-        peak = int(future_memory(np.array([each.known_len for each in self._jobs]), lengths - generated))
-        if self._has_added:
-            self.peaks[-1] = peak
-        else:
-            self.peaks.append(peak)
-        self._has_added = True
+        return int(future_memory(np.array([each.known_len for each in self._jobs]), lengths - generated))
 
     def reserve(self, capacity: int) -> int:
         return self._admission.reserve(capacity)
@@ -116,13 +132,18 @@ class Watched(Admission):
 
 @dataclass(frozen=True, slots=True)
 class PastFutureOutcome:
-    """What Table 1 says of a run; shares in percent."""
+    """What Table 1 says of a run; shares in percent.
+
+    Attributes:
+        future_by_point: ``future_required`` as a mean over all scheduling points, and not over admissions alone.
+    """
 
     num_steps: int
     current_memory: float
     future_required: float
     evictions: float
     done: list[Record]
+    future_by_point: float
 
     def numbers(self) -> tuple[float, float, float, float]:
         """In the order of the table's columns."""
@@ -136,11 +157,19 @@ def serve(
     capacity: int = CAPACITY,
     latency: LatencyModel = A100_7B,
     clients: int | None = None,
+    host_tokens: int = 0,
+    every_step: bool = False,
 ) -> PastFutureOutcome:
-    """One replica under FCFS, with blocks of one token and whole prompts in one step."""
+    """One replica under FCFS, with blocks of one token and whole prompts in one step.
+
+    Args:
+        host_tokens: Where KV of evicted requests goes while there is room; 0: it is dropped and computed again.
+        every_step: Whether each step is a scheduling point while a request waits, though no answer can change.
+    """
     admission = Watched(method.make(arrivals[0].max_new_tokens))
-    shape = ReplicaShape(capacity, 1, 0, UNBOUNDED, UNBOUNDED, look_every=1 if method.draws else 0)
-    policies = ReplicaPolicies(Fcfs(), admission, NewestGiveWay())
+    look_every = int(method.draws or every_step)
+    shape = ReplicaShape(capacity, 1, host_tokens, UNBOUNDED, UNBOUNDED, look_every=look_every)
+    policies = ReplicaPolicies(Fcfs(), admission, NewestGiveWay(swaps=host_tokens > 0))
     scheduler = ReplicaScheduler(policies, SchedulerLimits(UNBOUNDED, 0))
     fleet = Fleet(FleetShape(shape, latency), build_router("fcfs"), lambda _: scheduler, clients=clients)
     recorder = fleet.run(arrivals)
@@ -151,6 +180,7 @@ def serve(
         100 * float(np.mean(admission.peaks)) / capacity,
         100 * sum(record.num_evictions for record in recorder.done) / len(arrivals),
         recorder.done,
+        100 * float(np.mean(admission.point_peaks)) / capacity,
     )
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from lab.reproduce.combined import COMBINED
+from lab.reproduce.conditions.fast_serve import FASTSERVE_CONDITIONS
+from lab.reproduce.conditions.magnus import MAGNUS_CONDITIONS
+from lab.reproduce.conditions.past_future import PAST_FUTURE_CONDITIONS
+from lab.reproduce.conditions.preble import PREBLE_CONDITIONS
 from lab.reproduce.deadlines import DEADLINES
 from lab.reproduce.fast_serve import FAST_SERVE
 from lab.reproduce.magnus import MAGNUS
@@ -29,6 +33,10 @@ _ALL: tuple[Reproduction, ...] = (
     *TAIL,
     *PROMISE,
     *DEADLINES,
+    MAGNUS_CONDITIONS,
+    *FASTSERVE_CONDITIONS,
+    *PAST_FUTURE_CONDITIONS,
+    *PREBLE_CONDITIONS,
 )
 
 REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in _ALL}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
@@ -11,9 +12,22 @@ import pytest
 
 from lab.papers import tables
 from lab.papers.pictures import draw
-from lab.papers.tables import DOCS, ROWS, StoredRow, digest, picture, rows_of, rows_table, shares_table, stored
+from lab.papers.tables import (
+    CONDITIONS,
+    DOCS,
+    ROWS,
+    StoredRow,
+    digest,
+    picture,
+    rows_of,
+    rows_table,
+    shares_table,
+    stored,
+)
 from lab.pictures.__main__ import PICTURES, STYLE, TARGET
+from lab.reproduce.causes import CAUSES, cause_of
 from lab.reproduce.papers import PAPERS, Paper, PaperFigure
+from lab.reproduce.register import REPRODUCTIONS
 
 SHOWN = [(paper, figure) for paper in PAPERS for figure in paper.figures if figure.reproduction]
 
@@ -68,6 +82,32 @@ def test_the_share_of_a_paper_counts_what_was_not_fitted() -> None:
         printed = [row for row in rows if row.basis == "printed"]
         assert line.startswith(f"| [{paper.name}]({paper.page}) | {len(rows)} |")
         assert f"{sum(row.verdict == 'ok' for row in printed)} of {len(printed)}" in line
+
+
+def test_no_miss_is_without_its_cause_and_no_cause_without_its_miss() -> None:
+    missed = {
+        (name, row.setting, row.metric): cause_of(name, row.setting, row.metric)
+        for paper in PAPERS
+        for name in paper.reproductions
+        for row in stored(name)
+        if row.verdict == "off" and row.basis in ("printed", "range")
+    }
+    assert [place for place, cause in missed.items() if cause is None] == []
+    assert set(missed.values()) == set(CAUSES)
+    assert {cause.shown_by for cause in CAUSES} <= REPRODUCTIONS.keys()
+    assert all(not cause.why.endswith(".") and "|" not in cause.why for cause in CAUSES), "they stand in a table"
+
+
+def test_what_was_changed_to_find_causes_is_kept_with_three_draws() -> None:
+    registered = [name for name in REPRODUCTIONS if name.startswith("conditions_")]
+    assert [name for paper in PAPERS for name in paper.conditions] == registered
+    assert {path.stem for path in CONDITIONS.iterdir()} == set(registered)
+    for name in registered:
+        rows = stored(name)
+        declared = [cell.args[1] for cell in REPRODUCTIONS[name].cells if isinstance(cell, partial)]
+        kept = list(dict.fromkeys(row.setting for row in rows))
+        assert kept and kept == [setting for setting in declared if setting in kept], "what is kept is still declared"
+        assert all(len(row.values) == 3 and "±" in row.interval for row in rows)
 
 
 def test_every_page_with_a_picture_has_code_that_draws_it() -> None:

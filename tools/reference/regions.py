@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from lab.papers.tables import figure_section, gaps_table, index_table, shares_table
+from lab.papers.tables import conditions_tables, figure_section, gaps_table, index_table, printed_table, shares_table
 from lab.reproduce.papers import PAPERS, Paper
 from tools.reference.cli import cli_reference
 from tools.reference.configuration import configuration_reference
@@ -19,7 +19,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def _of_paper(paper: Paper) -> Mapping[str, Callable[[], str]]:
     sections = {each.key: partial(figure_section, paper, each) for each in paper.figures if each.reproduction}
-    return {"index": partial(index_table, paper)} | sections
+    changed = {"conditions": partial(conditions_tables, paper)} if paper.conditions else {}
+    return {"index": partial(index_table, paper)} | sections | changed
 
 
 REGIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
@@ -28,7 +29,7 @@ REGIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "../README.md": {"families": families_table},
     "architectures.md": {"families": families_table},
     "policies/README.md": {"presets": presets_table, "parts": parts_table},
-    "results.md": {"shares": shares_table, "gaps": gaps_table},
+    "results.md": {"shares": shares_table, "gaps": gaps_table, "printed": printed_table},
     **{paper.page: _of_paper(paper) for paper in PAPERS},
 }
 """Page under ``docs`` -> name of a region -> what stands in it."""

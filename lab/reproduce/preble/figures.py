@@ -104,7 +104,7 @@ def mixed(num_requests: int = MIXED_REQUESTS) -> list[Row]:
     except MissingTraceError as missing:
         return [Row("preble_mixed", "azure", "all", Exempt(str(missing)), math.nan)]
     rng = np.random.default_rng(8)
-    drawn = _coin_mix(rng, [each.arrived_at for each in trace])
+    drawn = coin_mix(rng, [each.arrived_at for each in trace])
     span_s = drawn[-1].arrived_at - drawn[0].arrived_at
     full_rate = saturation(FOUR_A6000, drawn)
     arrivals = slowed(drawn, num_requests / span_s / (MIXED_LOAD * full_rate))
@@ -119,9 +119,9 @@ def mixed(num_requests: int = MIXED_REQUESTS) -> list[Row]:
     return rows
 
 
-def _coin_mix(rng: np.random.Generator, at: Sequence[float]) -> list[SimRequest]:
-    """Tool and video requests in order of arrival; their block names are kept apart."""
-    is_tool = rng.random(len(at)) < 0.5
+def coin_mix(rng: np.random.Generator, at: Sequence[float], tool_share: float = 0.5) -> list[SimRequest]:
+    """Tool and video requests in order of arrival, such a share of them tools; their block names are kept apart."""
+    is_tool = rng.random(len(at)) < tool_share
     tool_at = [each for each, tool in zip(at, is_tool, strict=True) if tool]
     video_at = [each for each, tool in zip(at, is_tool, strict=True) if not tool]
     tools = STUDIES["tool"].draw(rng, tool_at, MIXED_PREFIXES)

@@ -61,7 +61,7 @@ WHOLE_PROMPTS = 1 << 20
 SMALL_CHUNK = 256
 
 
-def _flat(law: PrefixLaw) -> PrefixLaw:
+def flat(law: PrefixLaw) -> PrefixLaw:
     """The same without a system prompt."""
     return replace(law, levels=(Level(1.0, None),))
 
@@ -70,10 +70,10 @@ def hot_tools(num_requests: int, seed: int) -> list[SimRequest]:
     """At load 1; which tool is the most popular changes every ``DRIFT_S`` seconds."""
     rng = np.random.default_rng(seed)
     at = instants(rng, num_requests, 1.0)
-    still = prefix_workload(rng, at, _flat(TOOL_USE), NUM_TOOLS, BLOCK, popularity=HOT)
+    still = prefix_workload(rng, at, flat(TOOL_USE), NUM_TOOLS, BLOCK, popularity=HOT)
     rate = saturation(FOUR_A6000, still)
     at = [each / rate for each in at]
-    return prefix_workload(rng, at, _flat(TOOL_USE), NUM_TOOLS, BLOCK, popularity=HOT, drift_s=DRIFT_S)
+    return prefix_workload(rng, at, flat(TOOL_USE), NUM_TOOLS, BLOCK, popularity=HOT, drift_s=DRIFT_S)
 
 
 def programs(num_requests: int, seed: int) -> list[SimRequest]:
@@ -88,7 +88,7 @@ def programs_and_documents(num_requests: int, seed: int) -> list[SimRequest]:
     """Eight programs to one document: two shared prompts with answers of 800 tokens, and prompts never seen before."""
     rng = np.random.default_rng(seed)
     num = num_requests * 8 // 9
-    long = replace(_flat(PROGRAMMING), output=800)
+    long = replace(flat(PROGRAMMING), output=800)
     cached = prefix_workload(rng, instants(rng, num, 2.0), long, 2, BLOCK, popularity=EVEN)
     others = num_requests - num
     new = prefix_workload(rng, instants(rng, others, 0.25), LONG_DOCUMENT, others, BLOCK, popularity=EVEN)

@@ -58,16 +58,22 @@ H100_TOKENS = 700_000
 
 @dataclass(frozen=True, slots=True)
 class PrebleCluster:
-    """Equal replicas of one model."""
+    """Equal replicas of one model.
+
+    Attributes:
+        capacity: KV tokens of a replica.
+        seats: Most requests of a batch.
+    """
 
     name: str
     num_replicas: int
     latency: LatencyModel
     capacity: int
+    seats: int = SEATS
 
     @property
     def shape(self) -> FleetShape:
-        replica = ReplicaShape(self.capacity // BLOCK, BLOCK, max_num_seqs=SEATS, shares_prefixes=True)
+        replica = ReplicaShape(self.capacity // BLOCK, BLOCK, max_num_seqs=self.seats, shares_prefixes=True)
         return FleetShape(replica, self.latency, self.num_replicas)
 
 
@@ -163,12 +169,12 @@ def simulate(cluster: PrebleCluster, system: PrebleSystem, arrivals: Sequence[Si
     """A run to its last token."""
     router = GlobalScheduler(_placement(cluster, system, arrivals))
     shape = replace(cluster.shape, replica=replace(cluster.shape.replica, max_batch_tokens=system.chunk))
-    fleet = Fleet(shape, router, lambda _: _scheduler(system))
+    fleet = Fleet(shape, router, lambda _: _scheduler(cluster, system))
     return _latencies(fleet.run(arrivals).done)
 
 
-def _scheduler(system: PrebleSystem) -> ReplicaScheduler:
-    limits = SchedulerLimits(SEATS, standby_slots=0)
+def _scheduler(cluster: PrebleCluster, system: PrebleSystem) -> ReplicaScheduler:
+    limits = SchedulerLimits(cluster.seats, standby_slots=0)
     return build_scheduler("fcfs", limits, PolicySettings(UNBOUND), order=system.order)
 
 

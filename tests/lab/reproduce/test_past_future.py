@@ -140,7 +140,7 @@ def test_goodput_counts_what_keeps_both_limits() -> None:
         return each
 
     done = [record(1, 0.1), record(11, 0.1), record(1, 2.0), record(11, 2.0)]
-    ours = goodput(PastFutureOutcome(1, 0.0, 0.0, 0.0, done), Sla())
+    ours = goodput(PastFutureOutcome(1, 0.0, 0.0, 0.0, done, 0.0), Sla())
     assert (ours.good, ours.late, ours.stalled) == (0.05, 0.5, 0.5)
 
 
