@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parent
 NUM_BLOCKS = 60
 
 
+@pytest.mark.timeout(900)
 def test_small_layouts_and_draws() -> None:
     """One process for all kernels: it takes longer to begin than the tests do."""
     draws = FOLDER.parent / "sampling" / "interpreted_draws.py"
