@@ -39,7 +39,7 @@ def settled_name(name: str) -> str:
 
 
 def has_labse() -> bool:
-    """Whether the hub's cache has LaBSE."""
+    """Returns whether the hub's cache has LaBSE."""
     return _cached(LABSE) is not None
 
 

@@ -54,7 +54,7 @@ def locate_encoder(name: str) -> str:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether our own code computes it; False only for what says of itself that it is a model of the library."""
+    """Returns whether our own code computes it; False only for what says that it is a model of the library."""
     try:
         return load_encoder_config(folder) is not None or model_file(folder, "modules.json") is None
     except UnsupportedModelError:
