@@ -247,8 +247,7 @@ class Worker:
             None if this one may end a sequence, or if something has happened: then ``commit_step``, ``begin_step``.
         """
         last_tokens, self._last_tokens = self._last_tokens, None
-        is_told_more = isinstance(tokens, LoggedTokens) and tokens.changes_books
-        if last_tokens is None or self._pending is not None or is_told_more:
+        if last_tokens is None or self._pending is not None or getattr(tokens, "changes_books", False):
             return None
         token_ids = [token for token in tokens if token is not None]
         if len(token_ids) < len(tokens) or not last_tokens.isdisjoint(token_ids):
@@ -328,9 +327,8 @@ class Worker:
     def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[Emission, bool]:
         """Adds new tokens up to the one that ends the output, if there is one; returns whether there is."""
         start = sequence.output_len
-        cached_len = sequence.cached_len or 0
-        if cached_len and len(sequence.token_ids) > sequence.request.known_len:
-            cached_len = 0  # told with the first token
+        is_told = not sequence.cached_len or len(sequence.token_ids) > sequence.request.known_len
+        cached_len = 0 if is_told else sequence.cached_len or 0
         # Only the text shows whether a stop string has come; text that is not needed for that can wait, since all
         # outputs held back would be decoded in one step.
         at_once = bool(sequence.sampling.stop) or self._held_back is not None

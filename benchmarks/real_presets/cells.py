@@ -117,7 +117,7 @@ class Bench:
         return [replace(each, output_tokens=min(each.output_tokens, MAX_TOKENS)) for each in drawn]
 
     def drawn_chats(self, workload: str, num: int, per_s: float, seed: int) -> list[chats.Drawn]:
-        """The chats of a workload, without forecasts: a server makes its own.
+        """Returns the chats of a workload, without forecasts: a server makes its own.
 
         Raises:
             ConfigError: There is no file of them.
