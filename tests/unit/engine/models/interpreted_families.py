@@ -51,7 +51,7 @@ def family_config(name: str, directory: Path, changes: dict[str, Any]) -> Decode
     else:
         sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4}
         own = {key: 3 if key == "sliding_window" and value else value for key, value in FAMILIES[name].items()}
-        architecture = own.pop("architecture")
+        architecture = str(own.pop("architecture"))
         spelled = ARCHITECTURES[architecture].spelled
         given = {"vocab_size": 320, "max_position_embeddings": 256} | sizes | own | changes
         fields = {spelled.get(key, key): value for key, value in given.items()}
