@@ -14,7 +14,8 @@ from tests.published import smollm2
 from tests.unit.services.api.api_support import Client, application, client_on, ok
 from tests.unit.services.api.engine_backend import EngineBackend
 
-pytestmark = pytest.mark.nightly
+# One loop for all: the process that renders the model's template is read by the loop that started it.
+pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module")]
 
 TRIP: dict[str, Any] = {
     "type": "object",
