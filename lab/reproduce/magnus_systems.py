@@ -109,9 +109,9 @@ class Pool:
 
 
 @cache
-def _task_lengths() -> tuple[list[int], list[int], list[str]]:
-    """Prompt and output lengths of the requests of all tasks, in tokens, and their applications."""
-    rows = [row.values for row in read_rows(find_data(TEXTS))]
+def _task_lengths(texts: Path) -> tuple[list[int], list[int], list[str]]:
+    """Returns prompt and output lengths of the requests of all tasks, in tokens, and their applications."""
+    rows = [row.values for row in read_rows(texts)]
     prompts = [count_tokens(f"{row['instruction']}\n{row['user_input']}") for row in rows]
     return prompts, [count_tokens(row["output"]) for row in rows], [row["app"] for row in rows]
 
@@ -127,7 +127,7 @@ def load_pool(error: float = 1.0, stretch: float = 1.0) -> Pool:
     Raises:
         MissingTraceError: the file is not there.
     """
-    prompts, outputs_there, named = _task_lengths()
+    prompts, outputs_there, named = _task_lengths(find_data(TEXTS))
     prompts = [min(LIMIT, num) for num in prompts]
     outputs = np.array([min(LIMIT, math.ceil(stretch * num)) for num in outputs_there])
     apps = np.array(named)
