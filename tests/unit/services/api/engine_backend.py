@@ -41,10 +41,10 @@ def write_checkpoint(folder: Path) -> Path:
 class EngineBackend(ScriptedBackend):
     """Runs requests on an engine that steps whenever there is something to do."""
 
-    def __init__(self, model_dir: Path, kv_memory: str = "4MiB") -> None:
+    def __init__(self, model_dir: Path, kv_memory: str = "4MiB", block_size: int = 8) -> None:
         super().__init__()
         config = EngineConfig(
-            kv_memory=kv_memory, block_size=8, num_threads=1, prefix_cache=False
+            kv_memory=kv_memory, block_size=block_size, num_threads=1, prefix_cache=False
         )  # usage is the same each time
         self.engine = Engine(model_dir, dtype="float32", engine=config)
         self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
