@@ -44,7 +44,7 @@ WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Gemm
             "Cohere2ForCausalLM", "GptOssForCausalLM")  # fmt: skip
 """Classes whose window the converter writes."""
 
-MAX_LAYERS = 16
+MAX_LAYERS = 64
 
 SCALES_AT = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
