@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import is_not
 
 import numpy as np
@@ -81,7 +82,11 @@ class Counting(Conservative):
 def conservative(overcommit: float = 1.0, counts: int = 0) -> Method:
     """Returns the admission by output limits; ``counts`` is the one for all requests, 0 is each request's own."""
     name = "Conservative" if overcommit == 1 else f"Conservative, overcommit {overcommit:.0%}"
-    return Method(name, lambda limit: Counting(overcommit, counts or limit))
+    return Method(name, partial(_counting, overcommit, counts))
+
+
+def _counting(overcommit: float, counts: int, max_new_tokens: int) -> Admission:
+    return Counting(overcommit, counts or max_new_tokens)
 
 
 ORACLE = Method("Oracle", lambda _: PastFuture(TrueLengths(), reserve_ratio=0.0, max_lists=1))
@@ -108,8 +113,8 @@ class Watched(Admission):
 
     @property
     def mean_peak(self) -> float:
-        """M* as a mean over steps. Each step is a scheduling point (Algorithm 1)."""
-        return self._sum / self._num_steps
+        """M* as a mean over the steps in which a request waits. Each is a scheduling point (Algorithm 1)."""
+        return self._sum / self._num_steps if self._num_steps else self._peak
 
     def begin(self, running: Sequence[Job], capacity: int) -> None:
         self._has_added = False
