@@ -113,7 +113,6 @@ _COLUMNS = (
     "evictions for 100 requests",
 )
 _LINES = {
-    "D1, Aggressive 95%": Line("D1", 5),
     "D2, Conservative": Line("D2", 7),
     "D2, Conservative, its own limits": Line("D2", 7, conservative()),
     "D2, Conservative, overcommit 125%": Line("D2", 8),
