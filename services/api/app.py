@@ -38,12 +38,13 @@ from farsight.services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_r
 from farsight.services.api.bodies import JsonRoute
 from farsight.services.api.body_workers import BodyWorkers, read_body
 from farsight.services.api.dialects.messages import message_routes
+from farsight.services.api.dialects.ollama import ollama_routes
 from farsight.services.api.dialects.responses import StoredResponses, response_routes
 from farsight.services.api.dialects.running import Running
 from farsight.services.api.errors import ERRORS, install_error_handlers, or_unavailable, unhealthy
 from farsight.services.api.generate import ClientGone, collect, while_connected
 from farsight.services.api.generation import Generation
-from farsight.services.api.middleware import AnthropicErrors, BodyLimit, LastResort, Methods, Slashes
+from farsight.services.api.middleware import BodyLimit, ErrorShapes, LastResort, Methods, Slashes
 from farsight.services.api.pages.dashboard import docs_routes, home_routes, page_routes
 from farsight.services.api.pages.explain import explain_routes
 from farsight.services.api.pages.live import live_routes
@@ -135,6 +136,7 @@ def build_app(
     running = Running(generator, encoder, shares_across_keys)
     _add(app, _generation_routes(running, workers, streams))
     _add(app, message_routes(running))
+    _add(app, ollama_routes(running, calls.rows))
     stored = None if batches is None else StoredResponses(batches.files)
     _add(app, response_routes(running, stored))
     if streams is not None:
@@ -161,7 +163,7 @@ def build_app(
         app.add_middleware(Tracing, exporter=spans)
     app.add_middleware(Slashes)
     app.add_middleware(LastResort)
-    app.add_middleware(AnthropicErrors)
+    app.add_middleware(ErrorShapes)
     if access_log:
         app.add_middleware(AccessLog)
     return app

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 
+from farsight.core.messages.tokens import TokenDelta
 from farsight.services.api.access.keys import CURRENT, own_salt, owner_of, salt_of, sent_key
 from farsight.services.api.answers.replies import UsageFields, usage_of
 from farsight.services.api.answers.served import ANSWER, AnswerPromise, served, traced
@@ -82,18 +83,23 @@ class Running:
         generation: Generation,
         writer: AnswerWriter,
         keep: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
+        *,
+        saw: Callable[[TokenDelta], None] | None = None,
+        stream: type[EventStream] = EventStream,
     ) -> Response:
         """The answer, as a stream or as a whole.
 
         Args:
             keep: Stores a whole answer before it is sent.
+            saw: Called with each delta of a whole answer when it comes.
+            stream: How a stream is sent.
 
         Raises:
             ClientGone: The client has disconnected.
         """
         if generation.stream:
-            return EventStream(chunks(self.backend, generation, writer), failure=writer.failure)
-        results = await while_connected(request.receive, collect(self.backend, generation))
+            return stream(chunks(self.backend, generation, writer), failure=writer.failure)
+        results = await while_connected(request.receive, collect(self.backend, generation, saw))
         headers = MutableHeaders()
         promise = ANSWER.get()
         if promise is not None:

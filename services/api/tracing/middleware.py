@@ -8,23 +8,21 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from farsight.services.api.answers.served import TRACED
+from farsight.services.api.readiness import TOKEN_PATHS
 
 if TYPE_CHECKING:
     from farsight.services.api.tracing.exporter import SpanExporter
 
-PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
-"""Addresses whose requests get spans."""
-
 
 class Tracing:
-    """Adds nothing to requests that are not sampled."""
+    """Adds nothing to requests that ask for no tokens, or are not sampled."""
 
     def __init__(self, app: ASGIApp, exporter: SpanExporter) -> None:
         self._app = app
         self._exporter = exporter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_traced = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PATHS
+        is_traced = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in TOKEN_PATHS
         header = Headers(scope=scope).get("traceparent", "") if is_traced else ""
         answer = self._exporter.start(scope["path"], header) if is_traced else None
         if answer is None:
