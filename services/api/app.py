@@ -10,10 +10,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from farsight.core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
 from farsight.core.messages.placement import PlacementView
-from farsight.services.api.access.access_control import AccessControl
+from farsight.services.api.access.access_control import AccessControl, MeteredGenerator
 from farsight.services.api.access.gate import install_access_control, route_paths, routes_of, usage_routes
 from farsight.services.api.access.keys import may_observe
-from farsight.services.api.access.metered import MeteredGenerator
 from farsight.services.api.admin import Administration, admin_routes
 from farsight.services.api.answers.beam_search import search
 from farsight.services.api.answers.replies import (
@@ -39,7 +38,7 @@ from farsight.services.api.bodies import JsonRoute
 from farsight.services.api.body_workers import BodyWorkers, read_body
 from farsight.services.api.dialects.messages import message_routes
 from farsight.services.api.dialects.ollama import ollama_routes
-from farsight.services.api.dialects.responses import StoredResponses, response_routes
+from farsight.services.api.dialects.responses import response_routes
 from farsight.services.api.dialects.running import Running
 from farsight.services.api.errors import ERRORS, install_error_handlers, or_unavailable, unhealthy
 from farsight.services.api.generate import ClientGone, collect, while_connected
@@ -56,8 +55,7 @@ from farsight.services.api.streams.manager import StreamManager
 from farsight.services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from farsight.services.api.text.prompts import PromptEncoder
 from farsight.services.api.tokens import token_routes
-from farsight.services.api.tracing.access_log import AccessLog
-from farsight.services.api.tracing.middleware import Tracing
+from farsight.services.api.tracing.middleware import AccessLog, Tracing
 from farsight.services.api.vectors.routes import VectorCalls, vector_routes
 
 if TYPE_CHECKING:
@@ -137,8 +135,7 @@ def build_app(
     _add(app, _generation_routes(running, workers, streams))
     _add(app, message_routes(running))
     _add(app, ollama_routes(running, calls.rows))
-    stored = None if batches is None else StoredResponses(batches.files)
-    _add(app, response_routes(running, stored))
+    _add(app, response_routes(running, None if batches is None else batches.responses))
     if streams is not None:
         _add(app, stream_routes(streams, ERRORS | _EVENTS))
     larger = {}

@@ -1,7 +1,7 @@
 """What a request passes before the application sees it: a limit, a pace, and the manners of HTTP.
 
-Also the reply to a stray exception, and the shape of errors under the addresses of other APIs. A path may end with a slash,
-HEAD is GET without a body, OPTIONS says which methods there are.
+Also the reply to a stray exception, and the shape of errors under the addresses of other APIs. A path may end with a
+slash, HEAD is GET without a body, OPTIONS says which methods there are.
 """
 
 from __future__ import annotations

@@ -77,6 +77,8 @@ ROLES: Mapping[str, Access] = {
     "/api/blobs/{digest}": Everyone.ANY_KEY,
     "/v1/responses": Role.SERVE,
     "/v1/responses/{response_id}": Role.SERVE,
+    "/v1/responses/{response_id}/cancel": Role.SERVE,
+    "/v1/responses/{response_id}/input_items": Role.SERVE,
     "/v1/streams/{stream_id}": Role.SERVE,
     "/v1/requests/{response_id}": Everyone.ANY_KEY,
     "/v1/requests/{response_id}/what-if": Everyone.ANY_KEY,

@@ -283,9 +283,10 @@ def ollama_routes(running: Running, embed: Embed) -> APIRouter:
     async def server_version() -> dict[str, str]:
         return {"version": version("farsight")}
 
+    managing = APIRouter(prefix=OLLAMA_PATH)  # not of JSON: no body of these is read
     for name in _MANAGES:
-        # Without a body: nothing of it is read.
-        router.add_route(f"/{name}", _refuse_managing, methods=["POST", "DELETE", "HEAD"])
+        managing.add_api_route(f"/{name}", _refuse_managing, methods=["POST", "DELETE"], include_in_schema=False)
+    router.routes.extend(managing.routes)
     return router
 
 

@@ -58,8 +58,13 @@ class Running:
         """As ``generation_of``."""
         return await generation_of(body, self.backend.model, self.encoder)
 
-    async def begin(self, generation: Generation, request: Request, id_prefix: str = "") -> Generation:
-        """The generation as it will run: with its images, and under a new id of its answer, which has a promise now.
+    async def begin(
+        self, generation: Generation, request: Request, id_prefix: str = "", response_id: str = ""
+    ) -> Generation:
+        """The generation as it will run: with its images, and under the id of its answer, which has a promise now.
+
+        Args:
+            response_id: The id, where it is known already; empty for a new one.
 
         Raises:
             ClientGone: The client has left while its pictures were read.
@@ -72,7 +77,8 @@ class Running:
         salted = str if self.shares_across_keys else functools.partial(salt_of, key)
         rate = _reading_rate(generation, request.headers.get(READING_RATE_HEADER))
         texts = tuple(text and text.sent_by(key) for text in generation.texts)
-        named = dataclasses.replace(generation, id_prefix=id_prefix, texts=texts).named(owner_of(key), salted, rate)
+        named = dataclasses.replace(generation, id_prefix=id_prefix, texts=texts)
+        named = named.named(owner_of(key), salted, rate, response_id)
         served(named.response_id)
         ANSWER.set(AnswerPromise(len(named.requests)))
         return traced(_served_as(named))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import json
@@ -31,7 +32,6 @@ from tests.unit.services.api.api_support import (
     ok,
     write_model_dir,
 )
-from tests.unit.services.api.conftest import Connect
 
 SAID = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -189,7 +189,7 @@ async def test_log_probabilities(library: Library) -> None:
     for stream in (False, True):
         client = library(ScriptedBackend([scored, delta("", "stop", num_tokens=0)]))
         asked = await client.chat(MODEL, SAID, logprobs=True, top_logprobs=2, stream=stream)
-        answer = [each async for each in asked][0] if stream else asked
+        answer = await anext(asked) if stream else asked
         [token] = answer.logprobs
         assert token.logprob == -0.5 and [each.logprob for each in token.top_logprobs] == [-0.5, -1.5]
 
@@ -199,7 +199,7 @@ async def test_an_empty_request_loads_what_is_loaded(library: Library, backend: 
     assert (await client.generate(MODEL)).done_reason == "load"
     assert (await client.chat(MODEL, keep_alive="5m")).done_reason == "load"
     for call in (client.generate(MODEL, keep_alive=0), client.chat(MODEL, keep_alive="0s")):
-        with pytest.raises(ollama.ResponseError, match="keep_alive: got .*stays loaded"):
+        with pytest.raises(ollama.ResponseError, match=r"keep_alive: got .*stays loaded"):
             await call
     assert not backend.calls
 
@@ -210,7 +210,9 @@ async def test_what_is_served(library: Library, backend: ScriptedBackend, checkp
     shown = [(row.model, row.details.family, row.details.format) for row in (await client.list()).models]
     assert shown == [(MODEL, "llama", "safetensors"), ("other", "llama", "safetensors")]
     row = (await client.list()).models[0]
-    assert row.size == sum(each.stat().st_size for each in checkpoint.glob("*.safetensors"))
+    assert row.size == await asyncio.to_thread(
+        lambda: sum(each.stat().st_size for each in checkpoint.glob("*.safetensors"))
+    )
     assert len(row.digest) == 64 and row.details.quantization_level == "F32"
     facts = await client.show(MODEL)
     assert (
