@@ -380,7 +380,7 @@ async def test_the_background_is_bounded(serve: Serve) -> None:
         ({"store": None}, "store: true"),
         ({"stream": True}, "stream"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"input": "x " * 3000}, "input"),
+        ({"input": "x " * 3000}, "context_length_exceeded"),
     ):
         body = {"input": "hi", "background": True, "store": True, **fields}
         refused = await service.client.post(PATH, json=body)
