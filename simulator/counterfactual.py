@@ -281,8 +281,9 @@ def _of_latest(records: Sequence[FinishedRequest], served: Experiment, question:
     latest = records[-most_requests(served.scheduler, changed.scheduler) :]
     if not latest:
         raise InvalidValueError("log", "no ended request", "at least one request that has ended with an output")
+    arrivals = _arrivals(latest)
     before, after = (
-        {each.arrival.request_id: _life(each) for each in run(experiment, _arrivals(latest), looks_often=False).recorder.done}
+        {each.arrival.request_id: _life(each) for each in run(experiment, arrivals, looks_often=False).recorder.done}
         for experiment in (served, changed)
     )
     both = [each for each in latest if each.request_id in before and each.request_id in after]

@@ -445,9 +445,7 @@ class ReplicaScheduler:
             self._promises.left(finished.request_id)
         if scheduled.first_token_at is None and finished.output_len:
             scheduled.first_token_at = now
-        yield RequestEnded(
-            finished, scheduled.arrived_at, now, scheduled.shown_forecast, scheduled.first_token_at
-        )
+        yield RequestEnded(finished, scheduled.arrived_at, now, scheduled.shown_forecast, scheduled.first_token_at)
 
     # -- Decide: whose turn it is
 

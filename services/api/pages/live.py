@@ -273,9 +273,7 @@ def live_routes(generator: Generator, operator: Operator) -> APIRouter:
     parts = LiveParts(generator, operator)
     router.add_api_route("/live", _page_answer(parts), response_model=dict[str, Any])
 
-    async def one(
-        part: str, step: Step = "second", after: float = 0.0, kind: str = "", span: float = 0.0
-    ) -> Response:
+    async def one(part: str, step: Step = "second", after: float = 0.0, kind: str = "", span: float = 0.0) -> Response:
         with or_unavailable():
             return _json(await parts.get(part, SeriesQuery(step == "minute", after, span), kind))
 
