@@ -203,7 +203,7 @@ class ChartCard {
 
   showValues() {
     const pairs = this.lines.map((line) => {
-      const value = line.values[this.index ?? line.values.length - 1] ?? null;
+      const value = this.index === undefined || this.index === null ? line.values.findLast((each) => each !== null) ?? null : line.values[this.index] ?? null;
       return [line.label, value === null ? "–" : this.spec.show(value)];
     });
     showPairs(this.values, pairs);

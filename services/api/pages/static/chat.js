@@ -195,14 +195,13 @@ function drawUnder({under}, message, index) {
   const again = make("button", "quiet", message.content ? "Regenerate" : "Try again");
   again.type = "button";
   again.dataset.testid = "regenerate";
-  again.hidden = index !== messages.length - 1;
   again.addEventListener("click", () => {
     if (running) return;
     messages.length = index;
     drawLog();
     answerNow();
   });
-  under.replaceChildren(note, ...(message.content ? [copyButton(() => message.content)] : []), again);
+  under.replaceChildren(note, ...(message.content ? [copyButton(() => message.content)] : []), ...(index === messages.length - 1 ? [again] : []));
 }
 
 function drawLog() {
