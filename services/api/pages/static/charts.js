@@ -135,17 +135,18 @@ class RangeButtons {
   }
 }
 
-// Charts of a table: one for each column, with a line for each row. `table`: () => its history now; `span`: () => seconds.
+// Charts of a table: one for each column, with a line for each row. `table`: () => its history now; `span`: () => seconds;
+// `named`: row -> its label.
 class LineGrid {
-  constructor(host, table, span) {
-    Object.assign(this, {host, table, span, cards: new Map()});
+  constructor(host, table, span, named = (row) => row) {
+    Object.assign(this, {host, table, span, named, cards: new Map()});
   }
 
   draw(specs) {
     const {at, lines} = this.table();
     const found = Object.entries(lines).map(([name, values]) => [...JSON.parse(name), values]);
     for (const spec of specs) {
-      const own = found.filter(([, column]) => column === spec.column).sort((a, b) => natural(a[0], b[0])).map(([label, , values]) => ({label, values}));
+      const own = found.filter(([, column]) => column === spec.column).sort((a, b) => natural(a[0], b[0])).map(([row, , values]) => ({label: this.named(row), values}));
       this.card(spec).draw(at, own);
     }
     for (const [column, card] of this.cards) card.node.hidden = !specs.some((spec) => spec.column === column) || card.empty;

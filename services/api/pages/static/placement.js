@@ -93,7 +93,7 @@ const LOADS = [
   {column: "kv_used", title: "KV memory in use", about: "Share of its KV pool.", show: percent, top: 1},
 ];
 const tables = {second: new History("second", ["lines"]), minute: new History("minute", ["lines"])};
-const grid = new LineGrid(byId("loads"), () => tables[ranges.step], () => ranges.span_s);
+const grid = new LineGrid(byId("loads"), () => tables[ranges.step], () => ranges.span_s, (replica) => `replica ${replica}`);
 const ranges = new RangeButtons(() => {
   grid.draw(LOADS);
   askAgain();

@@ -40,13 +40,13 @@ const COLUMNS = [
   {name: "request", label: "Request", about: "Id of the answer; leads to its page.", of: (row) => row.response_id || row.request_id, show: (row) => named(shortId(row.response_id || row.request_id), row.response_id)},
   {name: "at", label: "At", about: "When it reached its replica, by this computer's clock.", of: (row) => row.at, show: (row) => make("time", "", clock(row.at))},
   {name: "state", label: "State", about: "waiting, prefill, decode, paused (others go first, or the client does not read) or offloaded to host memory; or how it ended.", of: (row) => row.live ? STATES.indexOf(row.state) : 100, show: stateCell},
-  {name: "tenant", label: "Tenant", about: "Whose key it was sent with.", of: (row) => row.tenant, show: (row) => named(row.tenant, row.tenant)},
+  {name: "tenant", has: (row) => row.tenant, label: "Tenant", about: "Whose key it was sent with.", of: (row) => row.tenant, show: (row) => named(row.tenant, row.tenant)},
   {name: "prompt", label: "Prompt", number: true, about: "Prompt tokens; while they are computed, how many are done of how many.", of: (row) => row.prompt_len, show: promptText},
   {name: "output", label: "Output of forecast", about: "Tokens generated, of the number that was predicted, or of its limit where there is no forecast.", of: (row) => row.output_len, show: lengthCell},
   {name: "ttft", label: "First token", number: true, about: "From its arrival at the replica to its first token.", of: (row) => row.ttft_s ?? Infinity, show: (row) => typeof row.ttft_s === "number" ? seconds(row.ttft_s) : "–"},
   {name: "end", label: "Ends", number: true, about: "In flight: the median of the time until it ends. Ended: what it took on the replica.", of: (row) => row.live ? row.eta_p50 ?? Infinity : row.took_s, show: endsText},
-  {name: "rank", label: "Level or rank", number: true, about: "Its queue of the MLFQ, or its rank where the order ranks by time; lower goes first.", of: (row) => row.level || (row.rank_s ?? Infinity), show: rankText},
-  {name: "kv", label: "KV", number: true, about: "Tokens whose KV is on the device.", of: (row) => row.kv_tokens ?? 0, show: (row) => row.live ? whole(row.kv_tokens) : "–"},
+  {name: "rank", has: (row) => rankText(row) !== "–", label: "Level or rank", number: true, about: "Its queue of the MLFQ, or its rank where the order ranks by time; lower goes first.", of: (row) => row.level || (row.rank_s ?? Infinity), show: rankText},
+  {name: "kv", has: (row) => row.kv_tokens, label: "KV", number: true, about: "Tokens whose KV is on the device.", of: (row) => row.kv_tokens ?? 0, show: (row) => row.live ? whole(row.kv_tokens) : "–"},
   {name: "replica", label: "Replica", about: "The replica that it is on.", of: (row) => row.replica, show: (row) => row.replica},
 ];
 

@@ -1,7 +1,7 @@
 // A table of things that have a page each: sorted by its heads, searched by words, narrowed by a choice of each kind.
 
 // `spec`: {columns: [{name, label, about, number, of: row -> what to sort by, show: row -> text or node}], key: row -> its
-// id, link: row -> address or "", sort: name of a column, descending, search: row -> text that words are looked for in,
+// id (a column with `has` is left out where no row has it), link: row -> address or "", sort: name of a column, descending, search: row -> text that words are looked for in,
 // choices: {name: {label, of: row -> value}}, most: rows shown}.
 class RowTable {
   constructor(table, spec) {
@@ -41,7 +41,9 @@ class RowTable {
 
   // Shows these rows from now on.
   take(rows) {
+    const before = this.columns.length;
     this.rows = rows;
+    if (this.columns.length !== before) this.drawHeads();
     for (const list of this.lists ?? []) this.fill(list);
     this.draw();
   }
@@ -61,8 +63,12 @@ class RowTable {
       && Object.entries(choices).every(([name, {of}]) => !this.chosen[name] || of(row) === this.chosen[name]));
   }
 
+  get columns() {
+    return this.spec.columns.filter((column) => !column.has || this.rows.some(column.has));
+  }
+
   drawHeads() {
-    this.table.tHead.rows[0].replaceChildren(...this.spec.columns.map((column) => {
+    this.table.tHead.rows[0].replaceChildren(...this.columns.map((column) => {
       const button = make("button", "", column.label);
       button.type = "button";
       button.title = column.about;
@@ -88,7 +94,7 @@ class RowTable {
 
   // A table is drawn again with every answer: the keyboard's place in it is kept.
   draw() {
-    const {columns, key, link, most = 300} = this.spec, body = this.table.tBodies[0];
+    const {columns, spec: {key, link, most = 300}} = this, body = this.table.tBodies[0];
     const focused = this.table.contains(document.activeElement) ? document.activeElement.closest("tbody tr")?.dataset.id : null;
     body.replaceChildren(...this.shown.sort((a, b) => this.compare(a, b)).slice(0, most).map((row) => {
       const cells = columns.map((column) => make("td", column.number ? "number" : "", column.show(row)));

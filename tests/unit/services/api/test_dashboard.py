@@ -51,7 +51,7 @@ async def test_a_page_is_served(client: Client, address: str, page: str) -> None
     assert "prefers-color-scheme: dark" in reply.text  # of the style that both share
 
 
-@pytest.mark.parametrize("page", set(PAGES.values()))
+@pytest.mark.parametrize("page", sorted(set(PAGES.values())))
 def test_a_page_loads_nothing(page: str) -> None:
     text = operator_page(page)
     assert not re.search(r"^ *(/\* [a-z/]+\.css \*/|<!-- [a-z/]+\.html -->|// [a-z/]+\.js)$", text, re.MULTILINE)
@@ -61,7 +61,7 @@ def test_a_page_loads_nothing(page: str) -> None:
     assert len(re.findall("<script", text)) == len(re.findall("</script", text)) == 1
 
 
-@pytest.mark.parametrize("page", [*set(PAGES.values()), "race/race"])
+@pytest.mark.parametrize("page", [*sorted(set(PAGES.values())), "race/race"])
 def test_a_page_declares_each_name_once(page: str) -> None:
     """Its shared files become one script: with a name declared twice none of it would run."""
     script = operator_page(page).partition("<script>")[2]
