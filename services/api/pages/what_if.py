@@ -231,10 +231,11 @@ def _recent_reply(change: str, recent: RecentAnswer) -> WhatIfRecent:
         return Times(**{name: round(value, 3) for name, value in dataclasses.asdict(times).items()})
 
     logged, changed = recent.logged, recent.changed
+    is_same = abs(changed.jct_s / logged.jct_s - 1) < SAME if logged.jct_s else True
     text = (
         f"With {change} the last {counted(recent.num_requests, 'request')} would have ended after "
         f"{_time(changed.jct_s)} in the mean instead of {_time(logged.jct_s)}, and their first tokens would have come "
-        f"after {_time(changed.ttft_s)} instead of {_time(logged.ttft_s)}."
+        f"after {_time(changed.ttft_s)} instead of {_time(logged.ttft_s)}{': about the same' if is_same else ''}."
     )
     return WhatIfRecent(
         if_=change, num_requests=recent.num_requests, logged=shown(logged), changed=shown(changed), text=text

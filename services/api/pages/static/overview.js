@@ -128,8 +128,7 @@ function takeStatus(found) {
   showHealth(found);
   if (byId("preset").textContent !== (found.preset ?? "–")) {
     setText(byId("preset"), found.preset ?? "–");
-    const other = [...byId("other-preset").options].find((each) => each.value !== found.preset);
-    byId("other-preset").value = other?.value ?? "";
+    byId("other-preset").value = found.preset === "farsight" ? "fcfs" : "farsight";
   }
   setText(byId("updated"), clock(Date.now()));
   drawComponents(found.actors);
