@@ -54,7 +54,7 @@ function figuresNow() {
     ["First token, median", orNone(ttft[0], seconds), "", "time to first token, p50"],
     ["First token, p99", orNone(ttft[2], seconds), "", ttft[1] === undefined || ttft[1] === null ? "no first token yet" : `p90 ${seconds(ttft[1])}`],
     ["Waiting", orNone(waiting, whole), "", `${orNone(now("running"), whole)} running; at most ${whole(most("waiting"))} waited`, waiting > 0 && status?.queue_delay_s > 10 ? "warn" : ""],
-    ["KV memory", orNone(used, percent), "", kv?.num_blocks ? `${whole(kv.num_blocks - kv.free_blocks)} of ${whole(kv.num_blocks)} blocks; peak ${percent(most("kv_peak"))} predicted` : "no pool reported", used > 0.95 ? "warn" : ""],
+    ["KV memory", orNone(used, (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`), "", kv?.num_blocks ? `${whole(kv.num_blocks - kv.free_blocks)} of ${whole(kv.num_blocks)} blocks; peak ${percent(most("kv_peak"))} predicted` : "no pool reported", used > 0.95 ? "warn" : ""],
     ["Abandoned, failed", `${whole(abandoned)}, ${whole(failed)}`, "", `${left && ended ? `${(100 * left / ended).toFixed(1)} % of all; ` : ""}${counted(refused, "refusal")}`, failed ? "bad" : ""],
     ["Cost", tokens && spent ? amount(1000 * spent / tokens) : "–", tokens && spent ? "s / 1k" : "", `device seconds per 1,000 output tokens; busy ${percent(Math.min(1, mean("gpu_s") / Math.max(1, replicas())))}`],
   ];

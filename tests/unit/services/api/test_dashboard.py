@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import re
+from importlib import resources
 from typing import Any
 
 import pytest
@@ -36,6 +37,9 @@ from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import METRICS, Client, ScriptedBackend, client_on, whole_app
 from tests.unit.services.api.test_api_explain import trace_of
 
+MARKED = resources.files("farsight.services.api.pages").joinpath("static", "marked", "marked.js")
+"""The reader of Markdown: it assigns to fields named ``src``; the tests in a browser see that it asks for nothing."""
+
 REFERENCE = re.compile(r"""(?:\b(?:src|href|action|srcset)=|@import|url\()\s*["']?([^"'\s>)]*)""")
 
 
@@ -55,7 +59,9 @@ async def test_a_page_is_served(client: Client, address: str, page: str) -> None
 def test_a_page_loads_nothing(page: str) -> None:
     text = operator_page(page)
     assert not re.search(r"^ *(/\* [a-z/]+\.css \*/|<!-- [a-z/]+\.html -->|// [a-z/]+\.js)$", text, re.MULTILINE)
-    references = [each for each in REFERENCE.findall(text.replace("https://github.com/leeoniya/uPlot", "")) if each]
+    own = text.replace("https://github.com/leeoniya/uPlot", "").replace(MARKED.read_text("utf-8").rstrip(), "")
+    assert ("marked.lexer" in text) == (len(own) < len(text) - 10_000)
+    references = [each for each in REFERENCE.findall(own) if each]
     assert references
     assert all(reference.startswith(("#", "data:", "`")) for reference in references)
     assert len(re.findall("<script", text)) == len(re.findall("</script", text)) == 1
