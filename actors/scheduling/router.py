@@ -448,4 +448,6 @@ def _left(request: Request, since: float, now: float) -> EndedRequest:
         predicted_len=None if forecast is None else forecast.mean,
         took_s=now - since,
         most_len=None if forecast is None else forecast.quantiles[QUANTILES.index(0.9)],
+        tenant=request.tenant,
+        prompt_len=request.prompt_len,
     )

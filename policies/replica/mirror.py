@@ -202,6 +202,11 @@ class WorkerMirror:
                 grown.append((each.tenant, more_s))
         return grown
 
+    @property
+    def gpu_s(self) -> float:
+        """GPU-seconds of all tenants, as last reported."""
+        return sum(self._services.values())
+
     def apply_progress(self, scheduled: ScheduledRequest, progress: SlotProgress) -> float:
         """Takes over what a report says of one request; returns the seconds that it ran since the report before."""
         assert self.worker is not None
