@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 
 def installed(root: str = "farsight") -> dict[str, int]:
-    """Returns the bytes of each distribution that ``root`` requires here, directly or through others, without extras."""
+    """Returns the bytes of each distribution that ``root`` requires here, directly or not, without its extras."""
     found: dict[str, int] = {}
     waiting = [Requirement(root)]
     seen: set[tuple[str, str]] = set()

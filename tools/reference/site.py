@@ -1,6 +1,6 @@
 """What the site has beside its pages: a table of vLLM's flags, and ``llms.txt``.
 
-``python -m tools.reference.site`` writes ``llms.txt`` into the built site, and the pages as Markdown, to which it leads.
+``python -m tools.reference.site`` writes ``llms.txt`` into the built site, and the pages as Markdown for it to lead to.
 """
 
 from __future__ import annotations
