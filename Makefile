@@ -22,7 +22,8 @@ ROOM_TESTS_simulator = tests/sim
 FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor estimator) tests/sim
 # Where Python is told to write no bytecode, each process of each server under test would compile everything again.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 25
-CODE = farsight/*.py core tokenization kvcache policies predictor estimator engine actors simulator services lab benchmarks tools tests examples
+ROOMS = core tokenization kvcache policies predictor estimator engine actors simulator services
+CODE = farsight/*.py $(ROOMS) lab benchmarks tools tests examples
 
 .PHONY: help setup setup-dev serve test test-fast test-nightly test-package test-clients test-attack test-sanitized test-races coverage check check-types check-rest site format clean
 
@@ -106,6 +107,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -q torch==$(TORCH_VERSION) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 	$(PIP) -q -c constraints.txt -e .
+# So that not even the first command compiles them, nor each one where Python is told to write no bytecode.
+	$(VENV)/bin/python -m compileall -q $(ROOMS)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

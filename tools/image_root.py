@@ -3,8 +3,8 @@
     sudo python -m tools.image_root FOLDER [--mirror URL] [--bind PATH ...] [--arg NAME=VALUE ...]
 
 debootstrap makes the Debian of the base image, whose Python is Debian's own; everything after ``FROM`` is what the
-file says, in its order. ``Image.started`` runs the result as a container: with process ids, mounts and a network of its own,
-as the file's user, without capabilities, and, where asked, with a root that cannot be written to.
+file says, in its order. ``Image.started`` runs the result as a container: with process ids, mounts and a network of its
+own, as the file's user, without capabilities, and, where asked, with a root that cannot be written to.
 """
 
 from __future__ import annotations
