@@ -1,4 +1,4 @@
-"""The tables of families of models, as ``README.md`` and ``docs/architectures.md`` show them."""
+"""The tables of families of models, as ``docs/architectures.md`` shows them."""
 
 from __future__ import annotations
 
