@@ -6,7 +6,7 @@ The content of a full block has a name, the chained hash of its token ids, which
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 from farsight.core.errors import IntegrityError
@@ -97,6 +97,8 @@ class BlockManager:
         self._idle: dict[int, None] = {}  # cached blocks that no sequence holds, least recently used first
         self._changed: dict[int, int] | None = None  # names that have come or gone, latest last -> their parents
         self._changed_too_much = False
+        self._reading: frozenset[int] = frozenset()
+        self._spoiled: set[int] = set()  # names of blocks evicted while they were read
 
     @property
     def num_free(self) -> int:
@@ -155,9 +157,20 @@ class BlockManager:
         del self._idle[block]
         name, parent = self._names.pop(block)
         del self._cached[name]
+        if block in self._reading:
+            self._spoiled.add(name)
         if self._changed is not None:
             self._note(self._changed, name, parent)
         return block
+
+    def begin_reading(self, blocks: Iterable[int]) -> None:
+        """Notes cached blocks that are read from now on, beside the steps. They are evicted like any others."""
+        self._reading = frozenset(blocks)
+
+    def end_reading(self) -> frozenset[int]:
+        """Returns the names of the blocks that were evicted while they were read: what was read may be another's."""
+        spoiled, self._reading, self._spoiled = frozenset(self._spoiled), frozenset(), set()
+        return spoiled
 
     def match(self, hashes: Sequence[int], limit: int) -> list[int]:
         """Returns the cached blocks of the longest cached beginning of ``hashes[:limit]``."""
