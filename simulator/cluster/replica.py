@@ -67,6 +67,8 @@ class ReplicaShape:
         num_stages: Stages of a pipeline, each with a batch of its own in flight; the latency model then gives the time
             of one batch in all stages together.
         offload_hop_s: From a question to the KV offload manager to its answer, there and back.
+        tells_cache: Whether reports tell the scheduler what is cached.
+        below: Tiers below the device's pool (``cluster.tiered``); None for a replica that knows none.
 
     Raises:
         InvalidValueError: ``num_stages`` is below 1, or above 1 for padded batches or with a hop.
@@ -83,6 +85,8 @@ class ReplicaShape:
     promises: bool = False
     num_stages: int = 1
     offload_hop_s: float = 0.0
+    tells_cache: bool = False
+    below: MemoryBelow | None = None
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or (self.num_stages > 1 and self.execution == "static"):
@@ -102,6 +106,10 @@ class ReplicaShape:
         if self.execution == "static":
             return StaticExecutor(blocks, limits, incarnation, self.num_tokens)
         host = BlockManager(self.num_host_blocks, self.block_size) if self.num_host_blocks else None
+        if self.below is not None:
+            from farsight.simulator.cluster.tiered import TieredExecutor  # which knows this module
+
+            return TieredExecutor(blocks, limits, incarnation)
         if self.num_stages > 1:
             return PipelinedExecutor(blocks, limits, incarnation, host, max_in_flight=self.num_stages)
         return LeaseExecutor(blocks, limits, incarnation, host)
@@ -154,6 +162,8 @@ class Replica:
         self._landed: list[int] = []  # Finished copies, recorded at the end of the current step.
         self._own_names = itertools.count(1 << 62)
         self._link_free_at = {Residency.DEVICE: 0.0, Residency.HOST: 0.0}
+        if shape.tells_cache:
+            self.executor.tell_cache()
         self._set_up()
         self._connect()
 
