@@ -56,10 +56,11 @@ class Fault(IntEnum):
 
 
 class Residency(IntEnum):
-    """Where a sequence's KV belongs."""
+    """Where KV lies: a stopped sequence's on the device or the host, a cached block also on a disk."""
 
     DEVICE = 0
     HOST = 1
+    DISK = 2
 
 
 def _require(ok: bool, field: str, value: object, expected: str) -> None:
