@@ -81,13 +81,13 @@ def report_page(report: Mapping[str, Any], title: str) -> str:
 
 def _number(value: float | None, unit: str = "") -> str:
     if value is None:
-        return "–"
+        return "-"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     return f"{value:,.{digits}f}{f' {unit}' if unit else ''}"
 
 
 def _ratio(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _against(value: float | None) -> str:

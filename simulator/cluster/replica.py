@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from farsight.core.errors import IntegrityError, InvalidValueError
 from farsight.core.messages.kv import OffloadQuestion
@@ -49,6 +49,9 @@ from farsight.policies.replica.events import (
 from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.simulator.cluster.latency import LatencyModel, StepRun
 from farsight.simulator.cluster.records import Record, Recorder, ReplicaUsage
+
+if TYPE_CHECKING:
+    from farsight.simulator.cluster.tiered import MemoryBelow
 
 Execution = Literal["ragged", "static"]
 """As ``SchedulerConfig.execution``."""

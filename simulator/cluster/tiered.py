@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from farsight.core.errors import InvalidValueError
 from farsight.core.messages.plans import FinishedSequence

@@ -97,8 +97,9 @@ def read_conversations(path: Path, part: int = 1, num_parts: int = 1) -> Trace:
     """Reads a file of one conversation a line; O(file).
 
     Each line is a JSON object: ``block`` (tokens of a block) and ``requests``, each with ``in`` and ``out`` (tokens),
-    ``h`` (ids of the prompt's full blocks as runs ``[first, number]``), ``think`` (seconds from the answer before it to
-    it) and ``after`` (``tool`` or ``user``). An entry with ``sub`` holds a subagent's requests.
+    ``h`` (ids of the prompt's full blocks as runs ``[first, number]``), ``after`` (``tool`` or ``user``) and ``think``
+    (seconds from the answer before it to it). Where ``think`` is missing, it is ``t`` less the ``t`` and ``api`` of the
+    turn before. An entry with ``sub`` holds a subagent's requests.
 
     Args:
         part: Which of ``num_parts`` equal parts, from 1: of two parts the first holds lines 1, 3, 5 ...
@@ -118,7 +119,9 @@ def read_conversations(path: Path, part: int = 1, num_parts: int = 1) -> Trace:
         if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
             raise row.error("requests is not a list of objects")
         left_out += sum(len(each["sub"]) for each in entries if isinstance(each.get("sub"), list))
-        turns = [_turn(row, number, each) for number, each in enumerate(entries) if "sub" not in each]
+        own = [(number, each) for number, each in enumerate(entries) if "sub" not in each]
+        before = itertools.chain([{}], (each for _, each in own))
+        turns = [_turn(row, number, each, last) for (number, each), last in zip(own, before, strict=False)]
         if not turns:
             raise row.error("requests holds no turn")
         found.append(Conversation(row.text("id"), index + 1, (_first(turns[0]), *turns[1:])))
@@ -133,8 +136,8 @@ def _first(turn: Turn) -> Turn:
     return Turn(turn.prompt_len, turn.output_len, turn.blocks, 0.0, FIRST)
 
 
-def _turn(row: TraceRow, number: int, entry: dict[str, Any]) -> Turn:
-    where = TraceRow(f"{row.file}", row.line, {f"requests[{number}].{name}": value for name, value in entry.items()})
+def _turn(row: TraceRow, number: int, entry: dict[str, Any], last: dict[str, Any]) -> Turn:
+    where = _entry(row, number, entry)
     name = f"requests[{number}]."
     prompt_len, block_size = where.length(f"{name}in"), row.length("block")
     after = where.text(f"{name}after")
@@ -148,7 +151,21 @@ def _turn(row: TraceRow, number: int, entry: dict[str, Any]) -> Turn:
         raise row.error(f"{name}h names {num_blocks} blocks of {block_size} tokens for {prompt_len} prompt tokens")
     kind = AFTER_TOOL if after == "tool" else AFTER_USER
     blocks = tuple((first, length) for first, length in runs)
-    return Turn(prompt_len, where.length(f"{name}out"), blocks, where.seconds(f"{name}think"), kind)
+    return Turn(prompt_len, where.length(f"{name}out"), blocks, _gap_s(where, name, _entry(row, number, last)), kind)
+
+
+def _entry(row: TraceRow, number: int, entry: dict[str, Any]) -> TraceRow:
+    """Returns an entry of ``requests`` as a row, whose errors name the entry."""
+    return TraceRow(row.file, row.line, {f"requests[{number}].{name}": value for name, value in entry.items()})
+
+
+def _gap_s(where: TraceRow, name: str, last: TraceRow) -> float:
+    if where.values.get(f"{name}think") is not None:
+        return where.seconds(f"{name}think")
+    if not last.values:
+        return 0.0
+    api_s = last.seconds(f"{name}api") if last.values.get(f"{name}api") is not None else 0.0
+    return max(0.0, where.seconds(f"{name}t") - last.seconds(f"{name}t") - api_s)
 
 
 def _is_run(run: Any) -> bool:
