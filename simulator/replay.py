@@ -30,6 +30,10 @@ from farsight.simulator.traffic.workload import SimRequest
 BLOCK_SIZE = 64
 """Tokens of a KV block where the trace does not say."""
 
+KV_BLOCK = 256
+"""Tokens of a KV block for conversations, whose own blocks are joined: a server's are 64, and a run takes four times as
+long with these; a turn then computes about 100 tokens less, in all runs alike."""
+
 ONE_TIER, TIERS, ALL_KEPT = "one tier", "tiers", "all kept"
 """The runs: the device's pool alone; the tiers below it as well; nothing is ever evicted, which is the bound."""
 
@@ -133,7 +137,8 @@ def read_traffic(path: Path, part: int, num_parts: int, scale: float) -> Traffic
         InvalidValueError: A part or a scale that does not go with it.
     """
     if is_conversations(next(read_rows(path))):
-        return of_conversations(read_conversations(path, part, num_parts).scaled(scale))
+        trace = read_conversations(path, part, num_parts)
+        return of_conversations(replace(trace, joined=max(1, KV_BLOCK // trace.block_size)).scaled(scale))
     for name, value, usual in (("part", f"{part}/{num_parts}", "1/1"), ("scale", scale, 1.0)):
         if value != usual:
             raise InvalidValueError(name, value, f"{usual} for a trace of single requests, which has no conversations")
@@ -148,17 +153,16 @@ def read_traffic(path: Path, part: int, num_parts: int, scale: float) -> Traffic
 
 def of_conversations(trace: Trace) -> Traffic:
     """Returns the conversations as traffic."""
-    conversations = trace.conversations
 
     def begin(every_s: float) -> ClosedLoop:
-        return ClosedLoop(conversations, (index * every_s for index in range(len(conversations))))
+        return ClosedLoop(trace, (index * every_s for index in range(len(trace.conversations))))
 
-    turns = [turn for each in conversations for turn in each.turns]
+    turns = [turn for each in trace.conversations for turn in each.turns]
     return Traffic(
         begin,
         num_turns=len(turns),
         max_new_tokens=max(turn.output_len for turn in turns),
-        block_size=trace.block_size,
+        block_size=trace.kv_block_size,
         every_token=_every_token(trace),
         num_left_out=trace.num_left_out,
         is_closed=True,
@@ -166,10 +170,10 @@ def of_conversations(trace: Trace) -> Traffic:
 
 
 def _every_token(trace: Trace) -> int:
-    size, blocks = trace.block_size, 0
+    size, blocks = trace.kv_block_size, 0
     for conversation in trace.conversations:
         ids = set(itertools.chain.from_iterable(range(a, a + n) for turn in conversation.turns for a, n in turn.blocks))
-        blocks += len(ids) + sum(turn.output_len // size + 2 for turn in conversation.turns)
+        blocks += len(ids) // trace.joined + sum(turn.output_len // size + 2 for turn in conversation.turns)
     longest = max(turn.prompt_len + turn.output_len for each in trace.conversations for turn in each.turns)
     return (blocks + longest // size + 1) * size
 

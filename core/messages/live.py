@@ -206,7 +206,7 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class SessionsQuery:
-    """To the Router: at most ``max_rows`` sessions, those with the latest events; of one tenant if ``tenant`` is set."""
+    """To the Router: the ``max_rows`` sessions with the latest events; of one tenant alone where ``tenant`` is set."""
 
     max_rows: int = 0
     tenant: str | None = None

@@ -19,14 +19,15 @@ _WHERE = {
 _STYLE = """
 :root { color-scheme: light dark; --page: #f4f5f7; --surface: #fff; --line: #dfe2e7; --text: #1b1f26; --muted: #5b6472;
   --device: #2f62c9; --host: #1f8a62; --disk: #8a4fbf; --new: #b0892a; --again: #b8336a; }
-@media (prefers-color-scheme: dark) { :root { --page: #14171c; --surface: #1d2128; --line: #323843; --text: #e7eaef;
-  --muted: #9aa4b2; --device: #7ea2ec; --host: #63c79d; --disk: #bd93e8; --new: #dcc06a; --again: #ec86b0; } }
+@media (prefers-color-scheme: dark) { :root { --page: #14171c; --surface: #1d2128; --line: #323843;
+  --text: #e7eaef; --muted: #9aa4b2; --device: #7ea2ec; --host: #63c79d; --disk: #bd93e8; --new: #dcc06a; --again: #ec86b0; } }
 * { box-sizing: border-box; }
-body { margin: 0; padding: 20px 24px; background: var(--page); color: var(--text); font: 14px/1.45 system-ui, sans-serif;
-  font-variant-numeric: tabular-nums; }
+body { margin: 0; padding: 20px 24px; background: var(--page); color: var(--text);
+  font: 14px/1.45 system-ui, sans-serif; font-variant-numeric: tabular-nums; }
 main { max-width: 1080px; margin: 0 auto; display: grid; gap: 14px; }
 h1 { font-size: 20px; margin: 0; } h2 { font-size: 15px; margin: 0 0 8px; }
-section { background: var(--surface); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; min-width: 0; }
+section { background: var(--surface); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px;
+  min-width: 0; }
 p { margin: 4px 0 0; } .note { color: var(--muted); font-size: 13px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 14px; }
 .cards b { display: block; font-size: 26px; line-height: 1.2; }
@@ -110,7 +111,7 @@ def _sources(runs: Sequence[Mapping[str, Any]]) -> str:
         parts = _parts(run)
         whole = sum(parts.values()) or 1
         bars = "".join(
-            f'<span class="{name}" style="width:{100 * num / whole:.3f}%" title="{_WHERE[name]}: {num:,} tokens"></span>'
+            f'<span class="{name}" style="width:{100 * num / whole:.3f}%" title="{_WHERE[name]}: {num:,}"></span>'
             for name, num in parts.items()
             if num
         )
@@ -202,7 +203,8 @@ def _curves(runs: Sequence[Mapping[str, Any]]) -> str:
         out.append(
             f'<text class="c{index}" x="{x(100) + 6:.0f}" y="{at + 4:.1f}">{html.escape(runs[index]["name"])}</text>'
         )
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + 14}" role="img" aria-label="Seconds of a turn by percentile">{"".join(out)}</svg>'
+    label = 'role="img" aria-label="Seconds of a turn by percentile"'
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + 14}" {label}>{"".join(out)}</svg>'
 
 
 def _apart(heights: Sequence[float], least: float = 16.0) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,20 @@ class Trace:
     """The conversations of a file.
 
     Attributes:
-        block_size: Tokens of a block of all prompts.
+        block_size: Tokens of a block that an id names.
+        joined: So many of these make one KV block, with the last one's name.
         num_left_out: Turns of subagents, which are not replayed: they have contexts of their own.
     """
 
     conversations: tuple[Conversation, ...]
     block_size: int
     num_left_out: int = 0
+    joined: int = 1
+
+    @property
+    def kv_block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self.block_size * self.joined
 
     @property
     def num_turns(self) -> int:
@@ -151,7 +158,8 @@ def _turn(row: TraceRow, number: int, entry: dict[str, Any], last: dict[str, Any
         raise row.error(f"{name}h names {num_blocks} blocks of {block_size} tokens for {prompt_len} prompt tokens")
     kind = AFTER_TOOL if after == "tool" else AFTER_USER
     blocks = tuple((first, length) for first, length in runs)
-    return Turn(prompt_len, where.length(f"{name}out"), blocks, _gap_s(where, name, _entry(row, number, last)), kind)
+    output_len = max(1, int(where.seconds(f"{name}out")))  # an answer without a token took a step as well
+    return Turn(prompt_len, output_len, blocks, _gap_s(where, name, _entry(row, number, last)), kind)
 
 
 def _entry(row: TraceRow, number: int, entry: dict[str, Any]) -> TraceRow:
@@ -178,13 +186,14 @@ class ClosedLoop:
     """The turns of conversations as they come due; a source of arrivals for ``Fleet.run``.
 
     Args:
-        conversations: Of unique numbers.
+        trace: Conversations of unique numbers.
         begins: The instant at which each begins.
 
     Every request has the longest output of all as its ``max_new_tokens``, so that no scheduler knows lengths by it.
     """
 
-    def __init__(self, conversations: Sequence[Conversation], begins: Iterable[float]) -> None:
+    def __init__(self, trace: Trace, begins: Iterable[float]) -> None:
+        self._joined, conversations = trace.joined, trace.conversations
         self.max_new_tokens = max(turn.output_len for each in conversations for turn in each.turns)
         self._due: list[tuple[float, int, Conversation, int]] = []  # at, tie, of which conversation, which turn
         self._ties = itertools.count()
@@ -205,7 +214,7 @@ class ClosedLoop:
         arrivals = []
         while self._due and self._due[0][0] <= now:
             at, _, conversation, index = heapq.heappop(self._due)
-            arrivals.append(_request(conversation, index, at, self.max_new_tokens))
+            arrivals.append(self._request(conversation, index, at))
             self._under_way[arrivals[-1].request_id] = conversation, index
         return arrivals
 
@@ -215,18 +224,16 @@ class ClosedLoop:
         if index + 1 < len(conversation.turns):
             self._add(conversation, index + 1, now + conversation.turns[index + 1].gap_s)
 
-
-def _request(conversation: Conversation, index: int, at: float, limit: int) -> SimRequest:
-    turn = conversation.turns[index]
-    base = conversation.number * MAX_IDS
-    names = tuple(itertools.chain.from_iterable(range(base + first, base + first + num) for first, num in turn.blocks))
-    return SimRequest(
-        f"{conversation.name}/{index}",
-        at,
-        turn.prompt_len,
-        turn.output_len,
-        limit,
-        names,
-        turn.kind,
-        session=conversation.name,
-    )
+    def _request(self, conversation: Conversation, index: int, at: float) -> SimRequest:
+        turn, base = conversation.turns[index], conversation.number * MAX_IDS
+        runs = (range(base + first, base + first + num) for first, num in turn.blocks)
+        return SimRequest(
+            f"{conversation.name}/{index}",
+            at,
+            turn.prompt_len,
+            turn.output_len,
+            self.max_new_tokens,
+            tuple(itertools.chain.from_iterable(runs))[self._joined - 1 :: self._joined],
+            turn.kind,
+            session=conversation.name,
+        )

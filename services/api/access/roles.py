@@ -75,6 +75,7 @@ ROLES: Mapping[str, Access] = {
     "/live/components": Role.OBSERVE,
     "/live/series": Role.OBSERVE,
     "/live/requests": Role.OBSERVE,
+    "/live/sessions": Role.OBSERVE,
     "/live/requests/{response_id}": Role.OBSERVE,
     "/admin/scale": Role.ADMIN,
     "/admin/drain": Role.ADMIN,

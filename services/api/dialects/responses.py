@@ -161,7 +161,7 @@ def response_routes(running: Running, stored: StoredResponses | None) -> APIRout
         earlier = await _earlier(body, stored)
         # In a thread, since a picture may stand in the body or in what was stored before.
         chat = await asyncio.to_thread(as_chat, lambda: body.chat(earlier))
-        generation = await running.begin(await running.read(chat), request, "resp_")
+        generation = await running.begin(await running.read(chat), request, "resp_", body.previous_response_id or "")
         keeping = None
         if body.store:
             items = [*earlier, *body.items()]
