@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from farsight.actors.calls.scheduling import LengthPredictorCalls, RouterCalls, SchedulerCalls
 from farsight.actors.runtime.component import Component, ComponentContext
-from farsight.actors.runtime.metrics import QueueDelay
+from farsight.actors.runtime.metrics import QueueDelay, show_sessions
 from farsight.actors.runtime.names import ROUTER, initial_counts
 from farsight.actors.runtime.peer import PeerLost, answer_of, current_counts
 from farsight.actors.scheduling.event_recorder import Handle
@@ -20,7 +20,7 @@ from farsight.core.costs import StepCost, profile_cost
 from farsight.core.decisions import Decision, DecisionPacker, Facts, on_clock, pack_decisions
 from farsight.core.forecast import QUANTILES, ForecastMade, ForecastsMade
 from farsight.core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
-from farsight.core.messages.live import EndedRequest, LeftWaiting
+from farsight.core.messages.live import EndedRequest, LeftWaiting, SessionsQuery, SessionsView
 from farsight.core.messages.log import RequestTrace, RequestTraces, TraceQuery
 from farsight.core.messages.placement import PlacementView, RecentPlacement, ReplicaLoads
 from farsight.core.messages.requests import (
@@ -64,6 +64,7 @@ from farsight.policies.fleet.events import (
 )
 from farsight.policies.fleet.queue_delay import queue_delay_s
 from farsight.policies.fleet.scheduler import FleetMachine
+from farsight.policies.fleet.sessions import SessionTable
 from farsight.policies.placement.base import PlacementStats
 from farsight.policies.presets import max_running
 from farsight.policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
@@ -137,13 +138,18 @@ class FleetShell(Component, RouterCalls):
         self._cost: StepCost | None = None
         self._left: deque[tuple[float, EndedRequest]] = deque(maxlen=MAX_ENDED)  # when, and what
         self._queue_delay = QueueDelay(context.registry, context.config.model.name)
+        self._sessions = SessionTable(context.config.engine.kv_block_size)
+        show_sessions(context.registry, self._sessions)
 
     async def start(self) -> None:
         self.spawn(self._tick())
 
     async def submit(self, submit: Submit) -> SubmitReply:
-        requests = submit.requests
+        requests, now = submit.requests, time.monotonic()
+        for request in requests:
+            self._sessions.began(request, now)
         answers = await self._handle(RequestsArrived(requests))
+        self._sessions.left((refusal.request_id for refusal in answers.refusals), time.monotonic())
         placed = tuple(self._machine.placed(request.request_id, request.attempt) for request in requests)
         return SubmitReply(placed, tuple(answers.refusals), tuple(answers.promises))
 
@@ -168,11 +174,15 @@ class FleetShell(Component, RouterCalls):
     async def abort(self, aborted: Keys) -> None:
         now = time.monotonic()
         self._left.extendleft((now, _left(*each, now)) for each in self._machine.queued_among(aborted.keys))
+        self._sessions.left((request_id for request_id, _ in aborted.keys), now)
         await self._handle(RequestsAborted(aborted.keys))
 
     async def left_waiting(self) -> LeftWaiting:
         now = time.monotonic()
         return LeftWaiting(tuple(replace(each, ago_s=now - at) for at, each in self._left if each.response_id))
+
+    async def sessions(self, query: SessionsQuery) -> SessionsView:
+        return self._sessions.view(query, time.monotonic())
 
     async def announce(self, announced: Announce) -> AnnounceReply:
         ingress = self._hear(announced.ingress_id)
@@ -224,6 +234,9 @@ class FleetShell(Component, RouterCalls):
         if news.started:
             await self._handle(RequestsStarted(news.started))
         if news.finished:
+            now = time.monotonic()
+            for finished in news.finished:
+                self._sessions.ended(finished, now)
             await self._handle(RequestsEnded(news.finished))
         if news.profile is not None:
             self._cost = profile_cost(news.profile)
@@ -319,7 +332,8 @@ class FleetShell(Component, RouterCalls):
         if request.origin is None:
             return b""
         waited_s = self._machine.waited_s(request.request_id)
-        facts = choice.facts() if not waited_s else {**choice.facts(), "waited_s": waited_s}
+        facts = {**choice.facts(), **self._sessions.told(request.request_id)}
+        facts |= {"waited_s": waited_s} if waited_s else {}
         return self._packer.pack("placed", placed_at, facts)
 
     async def _explain_on(self, name: str, query: TraceQuery) -> tuple[RequestTrace, ...]:
@@ -389,6 +403,7 @@ class FleetShell(Component, RouterCalls):
         silent = [name for name, seen in self._ingresses.items() if now - seen.heard_at > FORGET_AFTER_S]
         for ingress_id in await self.context.gone(silent):
             del self._ingresses[ingress_id]
+            self._sessions.lose(ingress_id, now)
             await self._handle(IngressLost(ingress_id))
 
     async def _learn(self, predictor: LengthPredictorCalls) -> None:

@@ -94,6 +94,7 @@ ROLES: Mapping[str, Access] = {
     "/live/series": Role.OBSERVE,
     "/live/what-if": Role.OBSERVE,
     "/live/requests": Role.OBSERVE,
+    "/live/sessions": Role.OBSERVE,
     "/live/requests/{response_id}": Role.OBSERVE,
     "/admin/scale": Role.ADMIN,
     "/admin/drain": Role.ADMIN,
