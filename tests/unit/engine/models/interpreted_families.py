@@ -17,7 +17,7 @@ from torch import Tensor
 from farsight.engine.attention.layout import StepSizes
 from farsight.engine.attention.torch_attention import TorchAttention
 from farsight.engine.attention.triton_attention import TritonAttention
-from farsight.engine.checkpoint.architectures import ARCHITECTURES
+from farsight.engine.checkpoint.families import ARCHITECTURES
 from farsight.engine.checkpoint.model_config import DecoderConfig, load_model_config
 from farsight.engine.checkpoint.weights import ModelWeights, allocate_weights
 from farsight.engine.kv_pool import KVPool
