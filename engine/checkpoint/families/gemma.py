@@ -186,7 +186,25 @@ def _gemma4(config: Fields) -> Mapping[str, Any]:
     types = config["layer_types"]
     if isinstance(types, list) and types:
         found["layer_types"] = [*types[:-1], "full_attention"]
-    return found
+    return found | _gemma4_global(config)
+
+
+def _gemma4_global(config: Fields) -> dict[str, Any]:
+    """Returns the sizes of layers that attend to all tokens: of fields, or of an object that says them of each layer."""
+    heads = config.size_or_none("num_global_key_value_heads") if config.flag("attention_k_eq_v") else None
+    found: dict[str, Any] = {"num_global_key_value_heads": heads or config.size("num_key_value_heads")}
+    each = config["per_layer_config"]
+    if each is None:
+        return found
+    given = [each[key] for key in sorted(each)] if isinstance(each, dict) else [None]
+    allowed = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    same = all(isinstance(one, dict) and one == given[0] and one.keys() <= allowed.keys() for one in given)
+    types = config["layer_types"]
+    full = {str(i) for i, kind in enumerate(types) if kind == "full_attention"} if isinstance(types, list) else each
+    if not same or set(each) != set(full):
+        raise config.error("per_layer_config", f"the same {' and '.join(allowed)} for each layer of full_attention")
+    found |= {"global_head_dim": config.size("head_dim")}
+    return found | {allowed[name]: value for name, value in given[0].items()}
 
 
 def _gemma4_windows(config: Fields, num_layers: int) -> Windows:
@@ -199,7 +217,7 @@ def _gemma4_shapes(config: Fields, num_layers: int) -> tuple[LayerShape, ...]:
     windows, inner = _gemma4_windows(config, num_layers), config.size("intermediate_size")
     heads, kv_heads = config.size("num_attention_heads"), config.size("num_key_value_heads")
     one_key, shared = config.flag("attention_k_eq_v"), config["num_kv_shared_layers"]
-    global_heads = (config.size_or_none("num_global_key_value_heads") if one_key else None) or kv_heads
+    global_heads = config.size("num_global_key_value_heads")
     if heads % global_heads:
         raise config.error("num_global_key_value_heads", f"a divisor of the {heads} attention heads")
     if type(shared) is not int or not 0 <= shared < num_layers:

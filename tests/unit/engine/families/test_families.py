@@ -65,7 +65,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 
 BY_DAY_ON_TORCH = ("qwen3", "gpt2", "bloom", "gemma2", "qwen3 moe", "deepseek v3", "gemma4 e", "lfm2", "qwen3.5")
 """Every kind of block: grouped queries with norms of heads, learned positions, ALiBi, capped and sliding attention,
-experts, latent attention, layers of several shapes and states. The compiled step runs all families by day, torch the other ones by night."""
+experts, latent attention, layers of several shapes and states. The compiled step runs all families by day, torch the
+other ones by night."""
 
 
 def cases() -> list[Any]:
