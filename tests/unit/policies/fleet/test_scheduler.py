@@ -425,8 +425,8 @@ def test_what_is_repeated_costs_the_same_at_a_hundred_requests_and_at_ten_thousa
         scheduler, keys = router(replicas="a"), [(str(number), 0) for number in range(count)]
         scheduler.handle(RequestsArrived(tuple(request(name, prompt=1) for name, _ in keys)), 0.0)
         same = sums(*keys)
-        repeated = (IngressAnnounced("i", same), ReplicaUp("a", ready(), sums=same))
+        repeated: tuple[GlobalEvent, ...] = (IngressAnnounced("i", same), ReplicaUp("a", ready(), sums=same))
         assert [scheduler.handle(each, 0.0) for each in repeated] == [[], []]
-        calls = [*(partial(scheduler.handle, each, 0.0) for each in repeated), scheduler.demand]
-        costs.append([num_opcodes(call) for call in calls])
+        costs.append([num_opcodes(partial(scheduler.handle, each, 0.0)) for each in repeated])
+        costs[-1].append(num_opcodes(scheduler.demand))
     assert costs[0] == costs[1]
