@@ -177,6 +177,10 @@ class ReplicaScheduler:
         """Returns the attempts of ``keys`` that are neither here nor ended lately."""
         return tuple(key for key in keys if not self._mirror.knows(key))
 
+    def sums(self) -> bytes:
+        """Returns the sums of the attempts that are here, as ``KeySums`` packs them."""
+        return self._mirror.sums.packed()
+
     def accounts(self, response_id: str) -> Iterator[Account]:
         """Yields the decisions so far about those requests of an answer that are here. O(requests)."""
         return self._trace.accounts.of(response_id)
