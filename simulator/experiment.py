@@ -14,6 +14,7 @@ from farsight.core.config.scheduling import BatchConfig, PlacementConfig, Schedu
 from farsight.core.errors import InvalidValueError
 from farsight.policies.compose import check_scheduler
 from farsight.simulator import predictors
+from farsight.simulator.cluster.fleet import Scaling
 from farsight.simulator.cluster.latency import A100_7B, LinearLatency, Roofline
 from farsight.simulator.predictors import PredictLengths
 from farsight.simulator.summary import Sla
@@ -61,6 +62,7 @@ class Experiment:
         offload_hop_s: Seconds from a Scheduler's question about KV to the KV offload manager's answer, as between
             processes; None decides in no time.
         batch: How presets of batch mode form batches: ``[batch]`` of a server.
+        scaling: Bounds of the number of replicas, open loop only; None keeps ``num_replicas``.
         seed: Random seed of all draws.
     """
 
@@ -81,6 +83,7 @@ class Experiment:
     offload_hop_s: float | None = None
     batch: BatchConfig = field(default_factory=BatchConfig)
     sla: Sla = field(default_factory=Sla)
+    scaling: Scaling | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -100,6 +103,8 @@ class Experiment:
             raise InvalidValueError("rate", self.rate, "none beside clients: a load is open or closed")
         if self.offload_hop_s is not None and not 0 <= self.offload_hop_s < math.inf:
             raise InvalidValueError("offload_hop_s", self.offload_hop_s, "seconds >= 0")
+        if self.scaling is not None and self.clients is not None:
+            raise InvalidValueError("clients", self.clients, "none beside max_replicas")
         if self.seed < 0:
             raise InvalidValueError("seed", self.seed, "an integer >= 0")
 

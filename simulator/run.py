@@ -82,6 +82,7 @@ def run(
         num_failed=len(failed),
         num_padding_tokens=num_computed - sum(record.num_tokens for record in recorder.done),
         num_images_encoded=fleet.encoder.num_encoded,
+        mean_replicas=fleet.replica_s / fleet.now if fleet.now else float(experiment.num_replicas),
     )
     return RunOutcome(recorder, tuple(failed), summary)
 
@@ -198,7 +199,7 @@ def _fleet(
     else:
         machine, announce_s = build_router(config.preset, config.placement, settings), 0.0
     return Fleet(
-        FleetShape(shape, experiment.latency, experiment.num_replicas, announce_s),
+        FleetShape(shape, experiment.latency, experiment.num_replicas, announce_s, scaling=experiment.scaling),
         machine,
         make_scheduler,
         clients=experiment.clients,
