@@ -21,7 +21,7 @@ from farsight.simulator.results import config_of, read_config, request_row, to_j
 from farsight.simulator.run import RunOutcome, run
 from farsight.simulator.traffic.workload import SimRequest
 
-SMALL = Experiment(num_requests=60, kv_tokens=4000, rate=20.0, seed=7)
+SMALL = Experiment(scheduler=SchedulerConfig(preset="fcfs"), num_requests=60, kv_tokens=4000, rate=20.0, seed=7)
 
 
 def written(directory: Path, experiment: Experiment = SMALL) -> tuple[RunOutcome, dict[str, bytes]]:
