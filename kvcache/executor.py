@@ -249,14 +249,8 @@ class PlanExecutor(ABC):
         """Takes the copies to begin now; ``complete_copy`` answers each, in any order."""
 
     @abstractmethod
-    def complete_copy(
-        self, copy_id: int, *, failed: bool = False, num_good: int | None = None, seconds: float | None = None
-    ) -> None:
-        """Books the end of a copy; between steps. KV that a failed copy has not brought is computed again.
-
-        Args:
-            num_good, seconds: As of ``Transfers.complete``.
-        """
+    def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
+        """Books the end of a copy; between steps. KV that a failed copy has not brought is computed again."""
 
     @abstractmethod
     def flush(self) -> list[FinishedSequence]:

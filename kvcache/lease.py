@@ -119,11 +119,9 @@ class LeaseExecutor(PlanExecutor):
     def take_copies(self) -> list[KVCopy]:
         return self.transfers.take()
 
-    def complete_copy(
-        self, copy_id: int, *, failed: bool = False, num_good: int | None = None, seconds: float | None = None
-    ) -> None:
+    def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
         before = self.transfers.num_brought
-        held = self.transfers.complete(copy_id, failed=failed, num_good=num_good, seconds=seconds)
+        held = self.transfers.complete(copy_id, failed=failed)
         self.prefix_hits += self.transfers.num_brought - before
         if held is not None:
             self._register(held)

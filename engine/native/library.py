@@ -98,13 +98,13 @@ def is_compiling() -> bool:
 def _fingerprint(compiler: str, parts: Parts) -> str:
     """Hash of the sources, the compiler and the processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    texts = [version, repr((COMPILE_FLAGS, parts)).encode(), _processor().encode()]
+    texts = [version, repr((COMPILE_FLAGS, parts)).encode(), processor().encode()]
     own = {_HERE / source for source, *_ in parts}
     texts += [path.read_bytes() for path in sorted({*_HERE.glob("*.h"), *_HERE.glob("*.cpp"), *own})]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """Text that identifies the processor's instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
