@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from farsight.core.errors import IntegrityError
-from farsight.core.messages.kv import NO_TRAFFIC, KVTraffic
+from farsight.core.messages.kv import NO_TRAFFIC, Brought, KVTraffic
 from farsight.core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport, TenantService
 from farsight.core.messages.step_times import StepSample
 from farsight.core.request import Request, Residency, SequenceStatus
@@ -22,23 +22,6 @@ from farsight.kvcache.step_batch import BatchLimits, KVCopy, ServiceMeter, StepB
 
 NO_FURTHER: Mapping[str, int] = {}
 """No item of a step has yielded more than one token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """What a sequence got back from the tiers when it started.
-
-    Attributes:
-        num_tokens: Tokens of its prompt that came back.
-        tier: The slowest tier that they came from.
-        seconds: What that took.
-        compute_s: What it would have taken to compute them; 0 where nothing was measured.
-    """
-
-    num_tokens: int
-    tier: Residency
-    seconds: float
-    compute_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -390,7 +373,7 @@ class PlanExecutor(ABC):
         self._free(held)
         self._vacated += not held.slot.standby
         finished = FinishedSequence(
-            held.request_id, held.attempt, status, held.output_len, held.cached_len or 0, held.ran_s
+            held.request_id, held.attempt, status, held.output_len, held.cached_len or 0, held.ran_s, held.brought
         )
         key = (held.request_id, held.attempt)
         first_report = self._report_seq + 1

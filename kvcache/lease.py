@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from farsight.core.messages.kv import KVTraffic
 from farsight.core.messages.plans import FinishedSequence, Plan
 from farsight.core.request import Residency, SequenceStatus
-from farsight.kvcache.batch_draft import BatchDraft
+from farsight.kvcache.batch_draft import BatchDraft, is_cut_off, seconds_until_cut_off
 from farsight.kvcache.block_manager import BlockHashes, BlockManager
-from farsight.kvcache.cutting_off import is_cut_off, seconds_until_cut_off
 from farsight.kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from farsight.kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 from farsight.kvcache.tiers import KVTiers

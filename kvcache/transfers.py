@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farsight.core.errors import IntegrityError
-from farsight.core.messages.kv import BlockName, KVTraffic
+from farsight.core.messages.kv import BlockName, Brought, KVTraffic
 from farsight.core.request import Residency, SequenceStatus
 from farsight.kvcache.block_manager import NO_PARENT, BlockManager
-from farsight.kvcache.executor import Brought, SequenceState
+from farsight.kvcache.executor import SequenceState
 from farsight.kvcache.step_batch import KVCopy
 from farsight.kvcache.tiers import KVTiers, Return, Save
 

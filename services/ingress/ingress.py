@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and
 from farsight.core.config.server import ServerConfig, is_loopback
 from farsight.core.errors import CapacityError, ConfigError
 from farsight.core.messages.fleet import ServedModel
+from farsight.engine.kv_files import clear, kept_in
 from farsight.services.api.access.access_control import AccessControl, access_settings
 from farsight.services.api.access.metered import MeteredGenerator
 from farsight.services.api.admin import Administration
@@ -188,6 +191,13 @@ class Ingress:
         exchange = TenantExchange(self._site.peers())
         access = AccessControl(settings, client.registry, usage=exchange.usage)
         if not access.is_open:
+            if config.engine.disk_kv:
+                forget = functools.partial(_forget_tenants, Path(config.engine.disk_kv))
+                access.on_gone = lambda gone: asyncio.get_running_loop().run_in_executor(
+                    None, forget, gone.__contains__
+                )
+                known = access.tenants
+                asyncio.get_running_loop().run_in_executor(None, forget, lambda tenant: tenant not in known)
             self._exchanging = asyncio.create_task(again_and_again(lambda: exchange.run(access), LOOK_AGAIN_S))
         return access
 
@@ -200,6 +210,13 @@ class Ingress:
         if directory:
             port = await Liveness(lambda: client.hears, readiness=readiness).start()
             publish(port, serve.get_replica_context().replica_id.unique_id, Path(directory))
+
+
+def _forget_tenants(folder: Path, is_gone: Callable[[str], bool]) -> None:
+    """Deletes the KV of tenants whose keys are gone, on this machine; what was kept without a key stays."""
+    for tenant in {each.tenant for each in kept_in(folder)}:
+        if tenant and is_gone(tenant):
+            logger.warning("%d blocks of KV of tenant %s, who has no key, are deleted", clear(folder, tenant), tenant)
 
 
 async def open_client(site: Site, ingress_id: str = "") -> EngineClient:
