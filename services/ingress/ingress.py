@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
     from farsight.services.api.tracing.exporter import SpanExporter
 
+logger = logging.getLogger(__name__)
+
 QUIET_REQUESTS = 32
 """Most open requests at which a full garbage collection runs: it takes a few milliseconds then."""
 
@@ -192,14 +194,16 @@ class Ingress:
         access = AccessControl(settings, client.registry, usage=exchange.usage)
         if not access.is_open:
             if config.engine.disk_kv:
-                forget = functools.partial(_forget_tenants, Path(config.engine.disk_kv))
-                access.on_gone = lambda gone: asyncio.get_running_loop().run_in_executor(
-                    None, forget, gone.__contains__
-                )
-                known = access.tenants
-                asyncio.get_running_loop().run_in_executor(None, forget, lambda tenant: tenant not in known)
+                self._follow_keys(access, Path(config.engine.disk_kv))
             self._exchanging = asyncio.create_task(again_and_again(lambda: exchange.run(access), LOOK_AGAIN_S))
         return access
+
+    @staticmethod
+    def _follow_keys(access: AccessControl, folder: Path) -> None:
+        """Deletes the KV of tenants on this machine whose keys are gone, now and later."""
+        known, loop = access.tenants, asyncio.get_running_loop()
+        loop.run_in_executor(None, _forget_tenants, folder, lambda tenant: tenant not in known)
+        access.on_gone = lambda gone: loop.run_in_executor(None, _forget_tenants, folder, gone.__contains__)
 
     @staticmethod
     async def _tell_liveness(client: EngineClient, readiness: Readiness) -> None:
@@ -213,7 +217,7 @@ class Ingress:
 
 
 def _forget_tenants(folder: Path, is_gone: Callable[[str], bool]) -> None:
-    """Deletes the KV of tenants whose keys are gone, on this machine; what was kept without a key stays."""
+    """Deletes what a folder has of some tenants; what was kept without a key stays."""
     for tenant in {each.tenant for each in kept_in(folder)}:
         if tenant and is_gone(tenant):
             logger.warning("%d blocks of KV of tenant %s, who has no key, are deleted", clear(folder, tenant), tenant)
