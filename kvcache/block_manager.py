@@ -81,14 +81,16 @@ class BlockManager:
         num_blocks: Blocks in the pool.
         block_size: Tokens a block holds.
         block_bytes: Bytes of a block; only the reported sizes of copies depend on it.
+        most_sequences: Sequences that may hold blocks at once, since each has a state beside; 0: any number.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, block_bytes: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, block_bytes: int = 0, most_sequences: int = 0) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs blocks: got {num_blocks} of {block_size} tokens")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = block_bytes
+        self._most_sequences = most_sequences
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest block is handed out first
         self._tables: dict[str, list[int]] = {}
         self._ref_counts = [0] * num_blocks
@@ -121,6 +123,11 @@ class BlockManager:
     def holds_any(self, sequence_id: str) -> bool:
         """Returns whether the sequence holds a block."""
         return sequence_id in self._tables
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether another sequence may hold blocks."""
+        return not self._most_sequences or len(self._tables) < self._most_sequences
 
     def shortage(self, sequence_id: str, num_tokens: int) -> int:
         """Returns the number of blocks that the sequence lacks to hold ``num_tokens`` tokens in all."""

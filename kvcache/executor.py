@@ -373,7 +373,14 @@ class PlanExecutor(ABC):
         self._free(held)
         self._vacated += not held.slot.standby
         finished = FinishedSequence(
-            held.request_id, held.attempt, status, held.output_len, held.cached_len or 0, held.ran_s, held.brought
+            held.request_id,
+            held.attempt,
+            status,
+            held.output_len,
+            held.cached_len or 0,
+            held.ran_s,
+            held.gpu_s,
+            held.brought,
         )
         key = (held.request_id, held.attempt)
         first_report = self._report_seq + 1

@@ -264,6 +264,9 @@ class LeaseExecutor(PlanExecutor):
         if self._is_offloaded(held):
             self._upload(held, draft)
             return held.copy_id is not None
+        if not self.blocks.may_begin:
+            draft.may_start, draft.short_blocks = False, draft.short_blocks + 1
+            return False
         cached = self._cached_blocks(held, wanted, draft)
         if cached is None:
             return False  # the missing block is being computed: this start waits for it, and others may overtake it

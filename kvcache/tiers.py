@@ -185,11 +185,16 @@ class TierIndex:
         self._owners[block.name] = block.owner
         self._by_owner.setdefault(block.owner, {})[block.name] = (self._uses, block)
 
-    def touch(self, name: int) -> None:
-        """Counts a use of a block, if it is here."""
-        owner = self._owners.get(name)
-        if owner is not None:
-            self.put(self.block(name))
+    def touch(self, names: Iterable[int]) -> None:
+        """Counts a use of each block that is here, the first as the oldest."""
+        owners, by_owner, uses = self._owners, self._by_owner, self._uses
+        for name in names:  # thousands a turn
+            owner = owners.get(name)
+            if owner is not None:
+                uses += 1
+                entries = by_owner[owner]
+                entries[name] = uses, entries.pop(name)[1]
+        self._uses = uses
 
     def remove(self, name: int) -> BlockName | None:
         """Takes a block out; None if it is not here."""
@@ -302,9 +307,9 @@ class KVTiers:
                 del self._apart[name]
 
     def _touch(self, names: Sequence[int]) -> None:
-        for name in reversed(names):
-            self.host.touch(name)
-            self.disk.touch(name)
+        for index in (self.host, self.disk):
+            if len(index):
+                index.touch(reversed(names))
 
     def worth(self, names: Sequence[int], first: int, end: int, block_size: int) -> Return | None:
         """Returns the blocks from ``first`` on that come back cheaper than they are computed; None if none does.

@@ -103,6 +103,7 @@ class FinishedSequence:
     Attributes:
         cached_len: Prompt tokens that it found in the prefix cache when it first started.
         ran_s: Seconds of all the steps that it took part in.
+        gpu_s: Its share of them (``core.costs.row_shares``); 0 from another server.
         brought: What came back from tiers below the device when it first started; None if nothing did.
     """
 
@@ -112,6 +113,7 @@ class FinishedSequence:
     output_len: int
     cached_len: int = 0
     ran_s: float = 0.0
+    gpu_s: float = 0.0
     brought: Brought | None = None
 
 

@@ -32,6 +32,9 @@ MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 
+MAX_SESSION_CHARS = 1024
+MAX_APPLICATION_CHARS = 128
+
 MAX_CHOICES = 1024
 """Texts of which an output must be one."""
 
@@ -49,15 +52,17 @@ EXPECTED: dict[str, str] = {
     "prompt": PROMPT,
     "messages": "a non-empty list of messages",
     "messages.role": "'system', 'developer', 'user', 'assistant' or 'tool'",
-    "messages.tool_calls": "a list of calls, each with id, type 'function' and function",
+    "messages.tool_calls": "a list of calls, each with id, type 'function' and function, or 'custom' and custom",
     "messages.tool_calls.function.arguments": "a JSON object as text, in a string",
     "messages.tool_call_id": "the id of the call that this message answers, as a string",
-    "tools": "a list of functions",
-    "tools.type": "'function'",
+    "tools": "a list of functions and custom tools",
+    "tools.type": "'function' or 'custom'",
     "tools.function": "an object with name, description and parameters",
     "tools.function.name": "1 to 128 characters out of a-z, A-Z, 0-9, '_', '-' and '.'",
+    "tools.custom": "an object with name, description and format",
+    "tools.custom.name": "1 to 128 characters out of a-z, A-Z, 0-9, '_', '-' and '.'",
     "tools.function.parameters": "a JSON Schema of an object",
-    "tool_choice": "'auto', 'none', 'required' or the name of a function in an object",
+    "tool_choice": "'auto', 'none', 'required', or an object that names a tool or allowed_tools",
     "chat_template_kwargs": "an object of values that the chat template knows",
     "thinking_token_budget": "an integer >= 0",
     "messages.content": CONTENT,
@@ -197,6 +202,18 @@ def refused(suffix: str, got: Any, expected: str) -> PydanticCustomError:
         suffix: The place inside the validated value, such as ``[3]`` or ``.tools``.
     """
     return PydanticCustomError("refused", "expected {expected}", {"suffix": suffix, "got": got, "expected": expected})
+
+
+def checked_session(field: str, name: Any) -> str:
+    """Returns the name of a session as its client wrote it; empty for none.
+
+    Raises:
+        InvalidValueError: It is no text, too long, or holds characters that do not print.
+    """
+    if not isinstance(name, str) or len(name) > MAX_SESSION_CHARS or not (name.isprintable() or not name):
+        expected = f"a text of at most {MAX_SESSION_CHARS} printable characters"
+        raise InvalidValueError(field, shown(str(name)), expected)
+    return name
 
 
 def needed(value: str | None, place: str, name: str) -> str:

@@ -21,8 +21,7 @@ from farsight.core.config.server import ServerConfig, is_loopback
 from farsight.core.errors import CapacityError, ConfigError
 from farsight.core.messages.fleet import ServedModel
 from farsight.engine.kv_files import clear, kept_in
-from farsight.services.api.access.access_control import AccessControl, access_settings
-from farsight.services.api.access.metered import MeteredGenerator
+from farsight.services.api.access.access_control import AccessControl, MeteredGenerator, access_settings
 from farsight.services.api.admin import Administration
 from farsight.services.api.app import build_app
 from farsight.services.api.batches.files import Files

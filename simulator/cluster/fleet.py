@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from farsight.core.messages.plans import FinishedSequence, StartedRequest
 from farsight.core.messages.requests import Key
@@ -28,6 +28,7 @@ from farsight.policies.fleet.events import (
     TimePassed,
 )
 from farsight.policies.fleet.scheduler import FleetMachine
+from farsight.policies.fleet.sessions import SessionTable
 from farsight.policies.order.offload_orders import OffloadDecider
 from farsight.policies.replica.events import RefuseRequest, RequestsArrived
 from farsight.policies.replica.scheduler import ReplicaScheduler
@@ -36,6 +37,7 @@ from farsight.simulator.cluster.latency import LatencyModel
 from farsight.simulator.cluster.pipelined import PipelinedReplica
 from farsight.simulator.cluster.records import Record, Recorder
 from farsight.simulator.cluster.replica import Replica, ReplicaShape
+from farsight.simulator.cluster.tiered import TieredReplica
 from farsight.simulator.cluster.timeline import Timeline
 from farsight.simulator.traffic.workload import SimRequest, as_request, shared_blocks
 
@@ -72,6 +74,45 @@ class Alarms(Generic[Owner]):
         _, num_set, who = heapq.heappop(self._heap)
         self._current[who] = (math.inf, num_set)
         return who
+
+
+class Source(Protocol):
+    """Requests whose instants depend on the answers to others, as ``traffic.conversations.ClosedLoop``."""
+
+    @property
+    def next_at(self) -> float:
+        """Instant of the next arrival as far as it is known; infinity if there is none."""
+        ...
+
+    def take(self, now: float) -> list[SimRequest]:
+        """Takes the arrivals that are due."""
+        ...
+
+    def ended(self, request_id: str, now: float) -> None:
+        """Books that a request has its answer, or has been refused."""
+        ...
+
+
+class _Given:
+    """Arrivals at known instants, in their order; read lazily."""
+
+    def __init__(self, arrivals: Iterable[SimRequest]) -> None:
+        self._arrivals = iter(arrivals)
+        self._next = next(self._arrivals, None)
+
+    @property
+    def next_at(self) -> float:
+        return math.inf if self._next is None else self._next.arrived_at
+
+    def take(self, now: float) -> list[SimRequest]:
+        together = []  # requests of one instant arrive together
+        while self._next is not None and self._next.arrived_at <= now:
+            together.append(self._next)
+            self._next = next(self._arrivals, None)
+        return together
+
+    def ended(self, request_id: str, now: float) -> None:
+        """Changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +156,7 @@ class Fleet:
         flush: Called with the present instant when nothing else can happen and requests still wait: no more will
             come, so batches that wait for company without bound become ready.
         make_offload: What answers each replica's scheduler about KV; None where they decide alone, in no time.
+        sessions: Counts the turns of sessions, as a server's Router does.
 
     Attributes:
         refused: Ids of the requests that fit no replica.
@@ -132,7 +174,9 @@ class Fleet:
         timeline: Timeline | None = None,
         flush: Callable[[float], None] | None = None,
         make_offload: Callable[[int], OffloadDecider | None] = lambda _: None,
+        sessions: SessionTable | None = None,
     ) -> None:
+        self.sessions = sessions
         self.recorder = Recorder()
         self._shape = shape
         self._num_names = 0
@@ -146,6 +190,7 @@ class Fleet:
         self._encoding: dict[str, Request] = {}
         self._until = ""
         self._is_over = False
+        self._source: Source = _Given(())
         self._under_way: dict[str, tuple[Request, Record]] = {}
         self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
@@ -164,31 +209,38 @@ class Fleet:
         told = self._start, self._end, self._break_off
         shape = self._shape
         kind = PipelinedReplica if shape.replica.num_stages > 1 else Replica
+        kind = kind if shape.replica.below is None else TieredReplica
         return kind(str(index), scheduler, shape.replica, shape.latency, self.recorder, *told, offload)
 
     def run(
-        self, arrivals: Iterable[SimRequest], progress: Callable[[int], None] | None = None, *, until: str = ""
+        self,
+        arrivals: Iterable[SimRequest] | Source,
+        progress: Callable[[int], None] | None = None,
+        *,
+        until: str = "",
     ) -> Recorder:
         """Runs all arrivals to the last token, or until one request of an open loop has ended.
 
         Args:
-            arrivals: In order of arrival; read lazily.
+            arrivals: In order of arrival, read lazily; or a source that hears of each end.
             progress: Called after each ended request with the number of ended requests.
             until: Id of that request; empty for none.
         """
         self._until = until
         with _without_collections():
-            if self._clients is not None:
+            if not isinstance(arrivals, Iterable):
+                self._source = arrivals
+            elif self._clients is not None:
                 self._run_closed(iter(arrivals), progress)
+                return self.recorder
             else:
-                self._run_open(iter(arrivals), progress)
+                self._source = _Given(arrivals)
+            self._run_open(progress)
         return self.recorder
 
-    def _run_open(self, source: Iterator[SimRequest], progress: Callable[[int], None] | None) -> None:
-        arrival = next(source, None)
+    def _run_open(self, progress: Callable[[int], None] | None) -> None:
         while not self._is_over:
-            arrives_at = math.inf if arrival is None else arrival.arrived_at
-            wakes_at = self._alarms.next_at
+            arrives_at, wakes_at = self._source.next_at, self._alarms.next_at
             if min(arrives_at, wakes_at) == math.inf:
                 if not self._flush_waiting():
                     return
@@ -198,11 +250,7 @@ class Fleet:
             if wakes_at <= arrives_at:
                 self._wake(progress)
             else:
-                together = []  # Requests of one instant arrive together.
-                while arrival is not None and arrival.arrived_at <= arrives_at:
-                    together.append(arrival)
-                    arrival = next(source, None)
-                self._arrive(together)
+                self._arrive(self._source.take(self.now))
 
     def _run_closed(self, source: Iterator[SimRequest], progress: Callable[[int], None] | None) -> None:
         while True:
@@ -260,6 +308,8 @@ class Fleet:
         requests = []
         for arrival in arrivals:
             request = self._request(arrival)
+            if self.sessions is not None:
+                self.sessions.began(request, self.now)
             self._under_way[request.request_id] = request, Record.of(arrival)
             if self.encoder.submit(request.request_id, arrival.images):
                 requests.append(request)
@@ -285,6 +335,7 @@ class Fleet:
                 case RefuseRequest(request_id):
                     self.refused.append(request_id)
                     del self._under_way[request_id]
+                    self._source.ended(request_id, self.now)
                 case BatchEnded():
                     self.batches.append(instruction)
                     self.batches_ended_at.append(self.now)
@@ -339,6 +390,9 @@ class Fleet:
     def _end(self, record: Record, finished: FinishedSequence) -> None:
         del self._under_way[finished.request_id]
         self._ended.append(finished)
+        if self.sessions is not None:
+            self.sessions.ended(finished, self.now)
+        self._source.ended(finished.request_id, self.now)
         self._is_over = self._is_over or finished.request_id == self._until
 
 

@@ -82,6 +82,14 @@ def _seconds(facts: Facts, name: str) -> str:
 
 
 def _placed(facts: Facts) -> str:
+    said = _where(facts)
+    if "session" not in facts:
+        return said
+    new = f"{_tokens(facts, 'new_tokens')} of the prompt {'is' if facts.get('new_tokens') == 1 else 'are'} new to it"
+    return f"{said} It is turn {_number(facts.get('turn', 1))} of session {facts['session']}; {new}."
+
+
+def _where(facts: Facts) -> str:
     waited = f" after {_seconds(facts, 'waited_s')} with no replica available" if "waited_s" in facts else ""
     where = f"The router placed it on replica {facts.get('replica', '?')}{waited}"
     reason = str(facts.get("reason", ""))
