@@ -19,6 +19,7 @@ from farsight.core.request import Request, Residency, SequenceStatus
 from farsight.kvcache.block_manager import BlockHashes, BlockManager
 from farsight.kvcache.cache_journal import CacheJournal
 from farsight.kvcache.step_batch import BatchLimits, KVCopy, ServiceMeter, StepBatch, StepItem
+from farsight.kvcache.tiers import KVTiers
 
 NO_FURTHER: Mapping[str, int] = {}
 """No item of a step has yielded more than one token."""
@@ -104,6 +105,7 @@ class PlanExecutor(ABC):
 
     Attributes:
         returns_together: Whether a sequence is returned only when all that run with it have ended.
+        tiers: What lies below the device; None where nothing is kept there.
         make_sequence: Makes the record of a request that a plan brings; ``new_sequence``, where nothing else is kept.
         max_in_flight: Steps that may have begun and not been committed; they are committed in their order.
         revision: Rises with each event that may change the choice of the next step, except the progress of sequences.
@@ -117,6 +119,7 @@ class PlanExecutor(ABC):
 
     returns_together: ClassVar[bool]
     max_in_flight = 1
+    tiers: KVTiers | None = None
 
     def __init__(
         self, blocks: BlockManager, limits: BatchLimits, incarnation: str, host: BlockManager | None = None
