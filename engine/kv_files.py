@@ -110,17 +110,12 @@ class KVFiles:
         """
         found = []
         for folder, tenant in _tenants(self.path):
-            for entry in _files(folder):
-                match = _FILE.fullmatch(entry.name)
-                if match is not None:
-                    about = entry.stat(follow_symlinks=False)
-                    if about.st_size == self._size and stat.S_ISREG(about.st_mode):
-                        found.append((about.st_mtime_ns, int(match[1], 16), int(match[2], 16), tenant))
-                        continue
-                if _PART.fullmatch(entry.name) and time.time() - entry.stat().st_mtime < _LEFT_BEHIND_S:
-                    continue
-                if match is not None or _PART.fullmatch(entry.name):
-                    _remove(Path(entry.path))
+            for path, about in _files(folder):
+                match, name = _FILE.fullmatch(path.name), path.name
+                if match is not None and about.st_size == self._size:
+                    found.append((about.st_mtime_ns, int(match[1], 16), int(match[2], 16), tenant))
+                elif match is not None or (_PART.fullmatch(name) and time.time() - about.st_mtime > _LEFT_BEHIND_S):
+                    _remove(path)
         found.sort()
         return [BlockName(name, parent, tenant) for _, name, parent, tenant in found]
 
@@ -147,8 +142,10 @@ class KVFiles:
             OSError: It could not be written; nothing of it is left.
         """
         path = self._file(block)
-        if path.exists():
-            return
+        with contextlib.suppress(OSError):
+            about = path.lstat()
+            if stat.S_ISREG(about.st_mode) and about.st_size == self._size:
+                return
         path.parent.mkdir(mode=0o700, exist_ok=True)
         part = path.with_name(f"{block.name:016x}.{os.getpid()}.{next(_numbers)}.part")
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -224,8 +221,12 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
         yield from entries
 
 
-def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    return (entry for entry in _entries(folder) if entry.is_file(follow_symlinks=False))
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yields regular files and what is known of them; others may be deleting some meanwhile."""
+    for entry in _entries(folder):
+        with contextlib.suppress(OSError):
+            if entry.is_file(follow_symlinks=False):
+                yield Path(entry.path), entry.stat(follow_symlinks=False)
 
 
 def _folders(folder: Path) -> Iterator[Path]:
@@ -255,7 +256,7 @@ def kept_in(directory: Path) -> list[Kept]:
         with contextlib.suppress(OSError, ValueError):
             about = dict(json.loads((folder / _ABOUT).read_bytes()))
         for tenant_folder, tenant in _tenants(folder):
-            files = [entry.stat(follow_symlinks=False) for entry in _files(tenant_folder)]
+            files = [about for _, about in _files(tenant_folder)]
             num_bytes, used_at = sum(each.st_size for each in files), max((each.st_mtime for each in files), default=0)
             found.append(Kept(folder.name, tenant, about, len(files), num_bytes, used_at))
     return found
@@ -277,14 +278,12 @@ def bound(directory: Path, num_bytes: int) -> int:
     files = []
     for folder in _identities(directory):
         for tenant_folder, _ in _tenants(folder):
-            for entry in _files(tenant_folder):
-                about = entry.stat(follow_symlinks=False)
-                files.append((about.st_mtime_ns, about.st_size, entry.path))
+            files += [(about.st_mtime_ns, about.st_size, path) for path, about in _files(tenant_folder)]
     total, num_files = sum(size for _, size, _ in files), 0
     for _, size, path in sorted(files):
         if total <= num_bytes:
             break
-        _remove(Path(path))
+        _remove(path)
         total, num_files = total - size, num_files + 1
     return num_files
 
@@ -293,12 +292,19 @@ def drop_unused(directory: Path, num_bytes: int) -> None:
     """Deletes what other models or builds have left, the oldest first, while a folder has more than ``num_bytes``."""
     sizes = dict.fromkeys(_identities(directory), 0)
     for kept in kept_in(directory):
-        sizes[directory / kept.identity] += kept.num_bytes
+        folder = directory / kept.identity
+        sizes[folder] = sizes.get(folder, 0) + kept.num_bytes
     total = sum(sizes.values())
-    for folder in sorted(sizes, key=lambda each: (each / _ABOUT).lstat().st_mtime if (each / _ABOUT).exists() else 0):
+    for folder in sorted(sizes, key=_opened_at):
         if total > num_bytes and not _is_used(folder / _ABOUT):
             shutil.rmtree(folder, ignore_errors=True)
             total -= sizes[folder]
+
+
+def _opened_at(folder: Path) -> float:
+    with contextlib.suppress(OSError):
+        return (folder / _ABOUT).lstat().st_mtime
+    return 0.0
 
 
 def _is_used(about: Path) -> bool:

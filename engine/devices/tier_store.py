@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import hashlib
 import logging
 import time
 from collections import deque
@@ -21,7 +21,7 @@ from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.devices.copiers import KVCopier
 from farsight.engine.kv_files import KVFiles, drop_unused, open_folder, weights_checksum
 from farsight.engine.kv_pool import KVPool
-from farsight.engine.native.library import load_library, processor
+from farsight.engine.native.library import compiled_name, processor
 from farsight.engine.native.model import NativeBackend
 from farsight.engine.runner import Device
 from farsight.engine.steps.model_runner import ModelRunner
@@ -66,9 +66,11 @@ class TierStore(KVCopier):
             self._found.append(self._files.find(names, tenant))
 
     def take_done(self) -> list[tuple[int, bool]]:
+        self._drop()
         self._tiers.tick(self._clock())
         while self._found:
-            self._tiers.learn(self._found.popleft())
+            found = self._found.popleft()
+            self._tiers.learn([block for block in reversed(found) if block.name not in self._tiers.disk])
         return super().take_done()
 
     def begin(self, copy: KVCopy) -> None:
@@ -160,7 +162,7 @@ def open_tiers(
     folder, pool = open_folder(Path(engine.disk_kv)), device.runner.pool
     size = device.token_bytes * engine.kv_block_size
     identity = KVIdentity(
-        model=f"{config!r} context {device.context_len} long factors {engine.long_factors}",
+        model=f"{config.architecture} {pool.block_shape} context {device.context_len} factors {engine.long_factors}",
         weights=weights_checksum(model_dir, folder),
         dtype=str(pool.dtype),
         rounding=f"{weights} {engine.kv_dtype}",
@@ -190,6 +192,8 @@ def open_tiers(
 
 def _build(runner: ModelRunner) -> str:
     """Returns what decides, beside the weights, which bits a step computes."""
-    backend = runner.backend
-    code = Path(load_library()._name).name if isinstance(backend, NativeBackend) else f"torch {torch.__version__}"
-    return f"farsight {importlib.metadata.version('farsight')} {type(backend).__name__} {code} {processor()}"
+    backend, sources = runner.backend, hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        sources.update(path.read_bytes())
+    code = compiled_name() if isinstance(backend, NativeBackend) else f"torch {torch.__version__}"
+    return f"{type(backend).__name__} {code} {sources.hexdigest()} {processor()}"

@@ -74,9 +74,7 @@ def load_library(parts: Parts = PARTS) -> ctypes.CDLL:
     Raises:
         NativeUnavailable: no compiler, or it fails.
     """
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise NativeUnavailable(NO_COMPILER)
+    compiler = _compiler()
     path = cache_dir() / f"step-{_fingerprint(compiler, parts)}.so"
     if not path.exists():
         _compiling.set()
@@ -88,6 +86,18 @@ def load_library(parts: Parts = PARTS) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"{path}: {error}") from error
+
+
+def _compiler() -> str:
+    found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        raise NativeUnavailable(NO_COMPILER)
+    return found
+
+
+def compiled_name() -> str:
+    """Returns a name of the compiled step: another one where sources, compiler or processor are others."""
+    return _fingerprint(_compiler(), PARTS)
 
 
 def is_compiling() -> bool:

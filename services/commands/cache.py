@@ -39,7 +39,7 @@ def show(folder: FolderArgument, as_json: JsonOption = False) -> None:
         return
     for each in kept:
         used = f"{datetime.fromtimestamp(each.used_at):%Y-%m-%d %H:%M}" if each.num_files else "-"
-        about = f"{each.about.get('dtype', '?')}, {each.about.get('rounding', '?')}, {each.about.get('build', '?')}"
+        about = f"{each.about.get('model', '?')}, {each.about.get('dtype', '?')}, {each.about.get('rounding', '?')}"
         tenant = each.tenant or "(no key)"
         typer.echo(
             f"{each.identity[:8]}  {tenant}  {each.num_files} blocks  {each.num_bytes / 2**20:.1f} MiB  {used}  {about}"

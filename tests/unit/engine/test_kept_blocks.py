@@ -6,9 +6,10 @@ import dataclasses
 import os
 import random
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,13 +30,18 @@ IDENTITY = KVIdentity("llama", "a1", "float32", "full", "1.0", 32, 4096)
 SIZE = 16
 
 
+def block_bytes(model: Path, settings: Mapping[str, object]) -> int:
+    dtype = torch.int8 if settings.get("kv_dtype") == "int8" else torch.float32
+    return load_model_config(model).kv_bytes_per_token(dtype) * SIZE
+
+
 class Talker:
     """An engine whose pool holds about two of its conversations."""
 
-    def __init__(self, model: Path, folder: Path | None, *, backend: str = "auto", **settings: str) -> None:
-        pool = load_model_config(model).kv_bytes_per_token(torch.float32) * 14 * SIZE
+    def __init__(self, model: Path, folder: Path | None, *, backend: str = "auto", **settings: Any) -> None:
+        self.block_bytes = block_bytes(model, settings)
         config = EngineConfig(
-            kv_memory=str(pool),
+            kv_memory=str(14 * self.block_bytes),
             block_size=SIZE,
             max_num_seqs=4,
             max_batch_tokens=48,
@@ -109,9 +115,10 @@ def test_texts_are_the_same_and_little_is_computed_twice(
 def test_int8_kv_and_a_host_tier(saved: Callable[[str], Path], tmp_path: Path) -> None:
     model = saved("gqa")
     expected = converse(Talker(model, None, kv_dtype="int8"))
-    talker = Talker(model, tmp_path, kv_dtype="int8", host_kv_memory="24KiB")
+    host = str(5 * block_bytes(model, {"kv_dtype": "int8"}))
+    talker = Talker(model, tmp_path, kv_dtype="int8", host_kv_memory=host)
     assert converse(talker) == expected
-    assert talker.tiers.limits.host_blocks > 2
+    assert talker.tiers.limits.host_blocks == 5
     assert talker.counts.host_brought + talker.counts.disk_brought > 20
 
 
