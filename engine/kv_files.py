@@ -33,6 +33,7 @@ _ABOUT = "identity.json"
 _CHECKSUMS = "weights.json"
 _TENANT = "tenant-"
 _FILE = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})\.kv")
+_HASHED = re.compile(r"#[0-9a-f]{64}")
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _PART = re.compile(r"[0-9a-f]{16}\.\d+\.\d+\.part")
 _LEFT_BEHIND_S = 60.0
@@ -110,12 +111,12 @@ class KVFiles:
         """
         found = []
         for folder, tenant in _tenants(self.path):
-            for path, about in _files(folder):
-                match, name = _FILE.fullmatch(path.name), path.name
+            for entry, about in _files(folder):
+                match = _FILE.fullmatch(entry.name)
                 if match is not None and about.st_size == self._size:
                     found.append((about.st_mtime_ns, int(match[1], 16), int(match[2], 16), tenant))
-                elif match is not None or (_PART.fullmatch(name) and time.time() - about.st_mtime > _LEFT_BEHIND_S):
-                    _remove(path)
+                elif match is not None or (_PART.fullmatch(entry.name) and _is_old(about)):
+                    _remove(Path(entry.path))
         found.sort()
         return [BlockName(name, parent, tenant) for _, name, parent, tenant in found]
 
@@ -211,8 +212,13 @@ class KVFiles:
         _remove(self._file(block))
 
 
+def _is_old(about: os.stat_result) -> bool:
+    return time.time() - about.st_mtime > _LEFT_BEHIND_S
+
+
 def _folder_of(tenant: str) -> str:
-    name = quote(tenant, safe="")
+    """Returns a name that cannot lead elsewhere; too long a one is hashed, as ``_tenants`` then calls the tenant."""
+    name = quote(tenant, safe="#") if _HASHED.fullmatch(tenant) else quote(tenant, safe="")
     return _TENANT + (name if len(name) <= 200 else "#" + hashlib.sha256(tenant.encode()).hexdigest())
 
 
@@ -221,12 +227,14 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
         yield from entries
 
 
-def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+def _files(folder: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
     """Yields regular files and what is known of them; others may be deleting some meanwhile."""
     for entry in _entries(folder):
-        with contextlib.suppress(OSError):
+        try:
             if entry.is_file(follow_symlinks=False):
-                yield Path(entry.path), entry.stat(follow_symlinks=False)
+                yield entry, entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
 
 
 def _folders(folder: Path) -> Iterator[Path]:
@@ -278,12 +286,12 @@ def bound(directory: Path, num_bytes: int) -> int:
     files = []
     for folder in _identities(directory):
         for tenant_folder, _ in _tenants(folder):
-            files += [(about.st_mtime_ns, about.st_size, path) for path, about in _files(tenant_folder)]
+            files += [(about.st_mtime_ns, about.st_size, entry.path) for entry, about in _files(tenant_folder)]
     total, num_files = sum(size for _, size, _ in files), 0
     for _, size, path in sorted(files):
         if total <= num_bytes:
             break
-        _remove(path)
+        _remove(Path(path))
         total, num_files = total - size, num_files + 1
     return num_files
 
