@@ -439,7 +439,7 @@ class ReplicaScheduler:
             yield RequestStarted(scheduled.first_run(finished.cached_len, finished.ran_s, now))
         self._let_go(finished.request_id)
         self._mirror.end(scheduled, finished)
-        yield EndReached(scheduled, finished.status)
+        yield EndReached(scheduled, finished.status, finished.brought)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
         if not scheduled.request.prefill_only:  # its length is no sample of output lengths
             self.order.learn(scheduled, censored=censored)

@@ -117,6 +117,13 @@ def serve(
         float | None,
         typer.Option(min=0, help="GiB of host memory that KV may move to; 0 for none.", rich_help_panel=_ENGINE),
     ] = None,
+    disk_kv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that keeps the KV of conversations, also over restarts; default: none.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
     gpu_memory_utilization: Annotated[
         float | None,
         typer.Option(help="Share of a GPU's memory that may be taken; default: 0.9.", rich_help_panel=_ENGINE),

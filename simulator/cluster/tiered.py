@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from farsight.core.errors import InvalidValueError
+from farsight.core.messages.kv import BlockName
 from farsight.core.messages.plans import FinishedSequence
 from farsight.core.request import Request, Residency
 from farsight.kvcache import StepBatch
@@ -17,7 +18,7 @@ from farsight.kvcache.batch_draft import BatchDraft
 from farsight.kvcache.block_manager import NO_PARENT
 from farsight.kvcache.executor import SequenceState
 from farsight.kvcache.lease import LeaseExecutor
-from farsight.kvcache.tiers import BlockName, KVTiers, Return, TierLimits
+from farsight.kvcache.tiers import KVTiers, Return, TierLimits
 from farsight.simulator.cluster.latency import StepRun
 from farsight.simulator.cluster.records import Record
 from farsight.simulator.cluster.replica import Replica
