@@ -67,6 +67,7 @@ class ReplicaShape:
         num_stages: Stages of a pipeline, each with a batch of its own in flight; the latency model then gives the time
             of one batch in all stages together.
         offload_hop_s: From a question to the KV offload manager to its answer, there and back.
+        num_states: As ``Device.num_states``.
 
     Raises:
         InvalidValueError: ``num_stages`` is below 1, or above 1 for padded batches or with a hop.
@@ -83,6 +84,7 @@ class ReplicaShape:
     promises: bool = False
     num_stages: int = 1
     offload_hop_s: float = 0.0
+    num_states: int = 0
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or (self.num_stages > 1 and self.execution == "static"):
@@ -97,7 +99,7 @@ class ReplicaShape:
 
     def build_executor(self, incarnation: str) -> LeaseExecutor | StaticExecutor:
         """A worker's executor with empty pools."""
-        blocks = BlockManager(self.num_blocks, self.block_size)
+        blocks = BlockManager(self.num_blocks, self.block_size, most_sequences=self.num_states)
         limits = BatchLimits(self.max_num_seqs, self.max_batch_tokens)
         if self.execution == "static":
             return StaticExecutor(blocks, limits, incarnation, self.num_tokens)
