@@ -188,6 +188,19 @@ def test_kv_tokens_of_a_gpu() -> None:
         free_kv_tokens(replace(one, model=MODELS["opt-66b"]))
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_serves_a_model_with_states(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more sequences than there are states hold keys and values; none is moved, and no prefix is cached."""
+    model = MODELS["qwen3.5-9b"]
+    assert model.kv_bytes == 32 * 1024 and round(model.state_bytes / 2**20, 1) == 50.2
+    latency = Roofline(GPUS["a100-80g"], model)
+    assert free_kv_tokens(latency) == int((72e9 - 18e9 - 512 * model.state_bytes) / (32 * 1024))
+    monkeypatch.setattr("farsight.simulator.experiment.NUM_STATES", 3)
+    experiment = replace(SMALL.under(preset), latency=latency, num_requests=30)
+    done = run(experiment, make_arrivals(experiment)).recorder.done
+    assert len(done) == 30 and not any(record.num_swaps or record.cached_len for record in done)
+
+
 @pytest.mark.parametrize(
     "experiment",
     [
