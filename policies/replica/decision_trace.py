@@ -279,9 +279,16 @@ class DecisionTrace:
             "num_drops": scheduled.num_preemptions,
             "num_offloads": (scheduled.num_moves + 1) // 2,
         }
-        forecast = scheduled.shown_forecast
+        forecast, brought = scheduled.shown_forecast, fact.brought
         if forecast is not None:
             facts["predicted_tokens"] = forecast.mean
+        if brought is not None:
+            facts |= {"brought_tokens": brought.num_tokens, "brought_from": brought.tier.name.lower()}
+            facts |= {
+                "prompt_tokens": scheduled.prompt_len,
+                "brought_s": brought.seconds,
+                "compute_s": brought.compute_s,
+            }
         self._note(scheduled, "finished", now, facts)
         self.accounts.close(scheduled.request_id)
 
@@ -354,5 +361,5 @@ def account_closed(account: Account) -> AccountClosed:
     """Returns the instruction that passes an account on."""
     request = account.request
     assert request.origin is not None
-    parts = (account.placement, b"".join(account.decisions), account.num_left_out)
+    parts = (account.placement, b"".join(account.decisions), account.num_left_out, request.tenant, request.prompt_len)
     return AccountClosed(request.request_id, request.attempt, request.origin, *parts)

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from farsight.core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
 from farsight.core.messages.placement import PlacementView
 from farsight.services.api.access.access_control import AccessControl, MeteredGenerator
-from farsight.services.api.access.gate import install_access_control, route_paths, routes_of, usage_routes
+from farsight.services.api.access.gate import install_access_control, routes_of, usage_routes
 from farsight.services.api.access.keys import may_observe
 from farsight.services.api.admin import Administration, admin_routes
 from farsight.services.api.answers.beam_search import search
@@ -44,7 +44,7 @@ from farsight.services.api.errors import ERRORS, install_error_handlers, or_unav
 from farsight.services.api.generate import ClientGone, collect, while_connected
 from farsight.services.api.generation import Generation
 from farsight.services.api.middleware import BodyLimit, ErrorShapes, LastResort, Methods, Slashes
-from farsight.services.api.pages.dashboard import docs_routes, home_routes, page_routes
+from farsight.services.api.pages.dashboard import docs_routes, page_routes
 from farsight.services.api.pages.explain import explain_routes
 from farsight.services.api.pages.live import live_routes
 from farsight.services.api.pages.what_if import what_if_routes
@@ -148,7 +148,7 @@ def build_app(
     install_error_handlers(app)
     app.add_exception_handler(ClientGone, _gone)
     _add(app, docs_routes(app))
-    _add(app, home_routes(route_paths(app)))
+    _add(app, page_routes(of_operators=operator is not None))
     app.add_middleware(Methods, methods=_methods(app))
     app.add_middleware(DrainGate, readiness=readiness)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, larger=larger)
@@ -172,7 +172,6 @@ def _add_operator_routes(
     _add(app, explain_routes(operator, administration.token))
     _add(app, what_if_routes(operator, administration.token))
     _add(app, _status_routes(generator, operator, readiness))
-    _add(app, page_routes())
     _add(app, admin_routes(operator, administration))
 
 

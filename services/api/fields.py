@@ -32,6 +32,9 @@ MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 
+MAX_SESSION_CHARS = 1024
+MAX_APPLICATION_CHARS = 128
+
 MAX_CHOICES = 1024
 """Texts of which an output must be one."""
 
@@ -202,6 +205,18 @@ def refused(suffix: str, got: Any, expected: str) -> PydanticCustomError:
         suffix: The place inside the validated value, such as ``[3]`` or ``.tools``.
     """
     return PydanticCustomError("refused", "expected {expected}", {"suffix": suffix, "got": got, "expected": expected})
+
+
+def checked_session(field: str, name: Any) -> str:
+    """Returns the name of a session as its client wrote it; empty for none.
+
+    Raises:
+        InvalidValueError: It is no text, too long, or holds characters that do not print.
+    """
+    if not isinstance(name, str) or len(name) > MAX_SESSION_CHARS or not (name.isprintable() or not name):
+        expected = f"a text of at most {MAX_SESSION_CHARS} printable characters"
+        raise InvalidValueError(field, shown(str(name)), expected)
+    return name
 
 
 def needed(value: str | None, place: str, name: str) -> str:

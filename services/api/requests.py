@@ -328,6 +328,7 @@ def _request(
         slo=body.request_slo,
         cache_salt=_salt(body),
         model_version=model.version,
+        session=body.session,
     )
 
 

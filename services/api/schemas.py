@@ -38,6 +38,7 @@ from farsight.services.api.fields import (
     PROMPT,
     NeutralOnly,
     StrictModel,
+    checked_session,
     refused,
 )
 from farsight.services.api.pictures.content import MixedContent, check_content
@@ -203,6 +204,9 @@ class SamplingFields(BeamFields, TargetFields):
         max_length=1024,
         description="Only requests with the same key share cached prefixes, as with cache_salt.",
     )
+    nvext: dict[str, Any] | None = Field(
+        None, description="Hints of NVIDIA Dynamo's clients; of them session_id is read, from agent_hints or beside it."
+    )
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="Extension; log probabilities of the prompt's tokens."
     )
@@ -247,6 +251,16 @@ class SamplingFields(BeamFields, TargetFields):
         if self.truncate_prompt_tokens == 0:
             raise refused(".truncate_prompt_tokens", 0, EXPECTED["truncate_prompt_tokens"])
         return self
+
+    @property
+    def session(self) -> str:
+        """The conversation that the client says it is in; empty where it does not say."""
+        hints = self.nvext or {}
+        for found in (hints.get("agent_hints"), hints):
+            name = found.get("session_id") if isinstance(found, dict) else None
+            if name is not None:
+                return checked_session("nvext.session_id", name)
+        return self.prompt_cache_key or ""
 
     @property
     def constraint(self) -> Constraint | None:

@@ -33,6 +33,7 @@ ROLES: Mapping[str, Access] = {
     # The pages themselves hold no data; what they show, they ask for with a key.
     "/dashboard": Everyone.PUBLIC,
     "/dashboard/requests": Everyone.PUBLIC,
+    "/dashboard/requests/{response_id}": Everyone.PUBLIC,
     "/dashboard/scheduler": Everyone.PUBLIC,
     "/dashboard/placement": Everyone.PUBLIC,
     "/dashboard/services": Everyone.PUBLIC,
@@ -92,7 +93,9 @@ ROLES: Mapping[str, Access] = {
     "/live/replicas": Role.OBSERVE,
     "/live/components": Role.OBSERVE,
     "/live/series": Role.OBSERVE,
+    "/live/what-if": Role.OBSERVE,
     "/live/requests": Role.OBSERVE,
+    "/live/sessions": Role.OBSERVE,
     "/live/requests/{response_id}": Role.OBSERVE,
     "/admin/scale": Role.ADMIN,
     "/admin/drain": Role.ADMIN,

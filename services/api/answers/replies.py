@@ -29,6 +29,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 class ModelCard(BaseModel):
     """``emulated`` names the profile of an emulated device, whose answers are made up; null if the model computes.
 
+    ``preset`` names the policies that serve it, and ``input_modalities`` says what it reads: ``text``, ``image``.
     ``root`` is the path of the model and its tokenizer on the server's machine; null for a key without the role
     ``observe`` or ``admin``.
     """
@@ -39,6 +40,8 @@ class ModelCard(BaseModel):
     owned_by: str = "farsight"
     max_model_len: int
     emulated: str | None = None
+    preset: str | None = None
+    input_modalities: list[str] = ["text"]
     root: str | None = None
 
 
@@ -261,6 +264,7 @@ class Status(BaseModel):
         emulated: As in ``ModelCard``.
         queue_delay_s: As in ``StatusReply``.
         no_forecasts: Which presets make forecasts of each request, where the served one makes none; else null.
+        preset: The policies that serve the model; null where it is not known.
     """
 
     actors: list[ActorStatus]
@@ -270,6 +274,7 @@ class Status(BaseModel):
     emulated: str | None = None
     queue_delay_s: float | None = None
     no_forecasts: str | None = None
+    preset: str | None = None
     processes: tuple[ProcessUse, ...] = ()
 
 
@@ -280,6 +285,8 @@ def model_card(model: ModelInfo, name: str, *, tells_root: bool) -> ModelCard:
         created=model.created,
         max_model_len=model.max_model_len,
         emulated=model.emulated or None,
+        preset=model.preset or None,
+        input_modalities=["text"] if model.image_input is None else ["text", "image"],
         root=(model.root or None) if tells_root else None,
     )
 
@@ -297,6 +304,7 @@ def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
         emulated=model.emulated or None,
         queue_delay_s=reply.queue_delay_s,
         no_forecasts=model.no_forecasts or None,
+        preset=model.preset or None,
         processes=reply.processes,
     )
 

@@ -94,7 +94,8 @@ def response_routes(running: Running, stored: StoredResponses | None) -> APIRout
         items = [*earlier, *body.items()]
         if body.background:
             return await _begin(body, generation, items, _has(stored, "background"), stores=stores)
-        generation = await running.begin(generation, request, "resp_", ANSWERED_AS.get())
+        continues = body.previous_response_id or ""
+        generation = await running.begin(generation, request, "resp_", ANSWERED_AS.get(), continues=continues)
         keeping = None
         if stores:
             begun = await _has(stored, "store").reserve(tenant_name(), generation.response_id, items)

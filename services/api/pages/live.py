@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
 from farsight.core.decisions import Facts, unpack_decisions
-from farsight.core.messages.live import LiveView
+from farsight.core.messages.live import LiveView, SessionsQuery, SessionsView
 from farsight.core.messages.placement import PlacementView
 from farsight.core.messages.series import (
     ComponentsQuery,
@@ -35,9 +35,12 @@ from farsight.services.api.pages.explain import RESPONSE_ID, Explanation, explan
 from farsight.services.api.pages.sentences import sentence
 
 MAX_ROWS = 200
-"""Requests of each replica in one answer."""
+"""Requests of each replica, and sessions, in one answer."""
 
-FOR_S = {"status": 1.5, "requests": 0.75, "placement": 0.75, "series": 0.75, "replicas": 0.75, "components": 0.75}
+FOR_S = {
+    **{"status": 1.5, "requests": 0.75, "placement": 0.75, "series": 0.75, "replicas": 0.75, "components": 0.75},
+    "sessions": 1.5,
+}
 """The parts, and for how long pages share each. ``/status`` is always of now."""
 
 MOST_KEYS = 6
@@ -45,7 +48,7 @@ MOST_KEYS = 6
 
 MAX_DECISIONS = 60
 
-_LIVE, _PLACEMENT = TypeAdapter(LiveView), TypeAdapter(PlacementView)
+_LIVE, _PLACEMENT, _SESSIONS = TypeAdapter(LiveView), TypeAdapter(PlacementView), TypeAdapter(SessionsView)
 
 Lines = dict[str, list[float | None]]
 """Values by the name of their line, one a point, null where there is none."""
@@ -56,11 +59,13 @@ class Series(BaseModel):
 
     Attributes:
         tenants: GPU-seconds a second by tenant.
+        ttft_s: Percentiles 50, 90 and 99 of the time to the first token over ``span``; empty where none is asked for.
     """
 
     at: list[float]
     columns: Lines
     tenants: Lines
+    ttft_s: list[float | None]
 
 
 class Table(BaseModel):
@@ -181,6 +186,8 @@ class LiveParts:
         """
         if part not in ("series", "replicas", "components"):
             span = SeriesQuery()
+        elif part != "series":
+            span = SeriesQuery(span.by_minute, span.after)
         return await self._recent[part].get(PartQuestion(part, span, kind if part == "components" else ""))
 
     async def _read(self, asked: PartQuestion) -> bytes:
@@ -192,6 +199,9 @@ class LiveParts:
                 return _LIVE.dump_json(await operator.live(MAX_ROWS))
             case "placement":
                 return _PLACEMENT.dump_json(await operator.answer("the Router", operator.router.placement()))
+            case "sessions":
+                found = operator.router.sessions(SessionsQuery(MAX_ROWS))
+                return _SESSIONS.dump_json(await operator.answer("the Router", found))
             case "series":
                 return (await self._series(asked.span)).model_dump_json().encode()
             case "replicas":
@@ -201,7 +211,12 @@ class LiveParts:
 
     async def _series(self, span: SeriesQuery) -> Series:
         reply = await self._operator.answer("the Supervisor", self._operator.supervisor.series(span))
-        return Series(at=_instants(reply.at), columns=_lines(reply.columns), tenants=_lines(reply.tenants))
+        return Series(
+            at=_instants(reply.at),
+            columns=_lines(reply.columns),
+            tenants=_lines(reply.tenants),
+            ttft_s=list(map(_short, reply.ttft_s)),
+        )
 
     async def _components(self, asked: PartQuestion) -> Components:
         operator = self._operator
@@ -251,6 +266,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 Step = Literal["second", "minute"]
 After = Annotated[float, Query(ge=0.0)]
+Span = Annotated[float, Query(ge=0.0, le=86400.0)]
 Kind = Annotated[str, Query(max_length=64)]
 Parts = Annotated[
     str, Query(alias="parts", max_length=256, description=f"Some of {', '.join(FOR_S)}, separated by commas.")
@@ -263,17 +279,17 @@ def live_routes(generator: Generator, operator: Operator) -> APIRouter:
     parts = LiveParts(generator, operator)
     router.add_api_route("/live", _page_answer(parts), response_model=dict[str, Any])
 
-    async def one(part: str, step: Step = "second", after: float = 0.0, kind: str = "") -> Response:
+    async def one(part: str, step: Step = "second", after: float = 0.0, kind: str = "", span: float = 0.0) -> Response:
         with or_unavailable():
-            return _json(await parts.get(part, SeriesQuery(step == "minute", after), kind))
+            return _json(await parts.get(part, SeriesQuery(step == "minute", after, span), kind))
 
     @router.get("/live/status", response_model=Status)
     async def status() -> Response:
         return await one("status")
 
     @router.get("/live/series", response_model=Series)
-    async def series(step: Step = "second", after: After = 0.0) -> Response:
-        return await one("series", step, after)
+    async def series(step: Step = "second", after: After = 0.0, span: Span = 0.0) -> Response:
+        return await one("series", step, after, span=span)
 
     @router.get("/live/replicas", response_model=Table)
     async def replicas(step: Step = "second", after: After = 0.0) -> Response:
@@ -282,6 +298,10 @@ def live_routes(generator: Generator, operator: Operator) -> APIRouter:
     @router.get("/live/components", response_model=Components)
     async def components(kind: Kind, step: Step = "second", after: After = 0.0) -> Response:
         return await one("components", step, after, kind)
+
+    @router.get("/live/sessions", response_model=SessionsView)
+    async def sessions() -> Response:
+        return await one("sessions")
 
     @router.get("/live/requests", response_model=LiveView)
     async def requests() -> Response:
@@ -301,14 +321,16 @@ def live_routes(generator: Generator, operator: Operator) -> APIRouter:
 def _page_answer(parts: LiveParts) -> Any:
     """The handler of ``/live``."""
 
-    async def live(asked: Parts, step: Step = "second", after: After = 0.0, kind: Kind = "") -> Response:
+    async def live(
+        asked: Parts, step: Step = "second", after: After = 0.0, kind: Kind = "", span: Span = 0.0
+    ) -> Response:
         """Several parts in one answer; a part that cannot be read is an ``error``."""
         names = list(dict.fromkeys(asked.split(",")))
         unknown = [name for name in names if name not in FOR_S]
         if unknown:
             raise ApiError(f"parts holds {unknown[0]!r}, expected some of {', '.join(FOR_S)}", param="parts")
-        span = SeriesQuery(step == "minute", after)
-        found = await asyncio.gather(*(_or_error(parts, name, span, kind) for name in names))
+        asked_span = SeriesQuery(step == "minute", after, span)
+        found = await asyncio.gather(*(_or_error(parts, name, asked_span, kind) for name in names))
         bodies = (b'"%s":%s' % (name.encode(), body) for name, body in zip(names, found, strict=True))
         return _json(b"{%s}" % b",".join(bodies))
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from farsight.core.config.scheduling import SchedulerConfig
 from farsight.core.costs import A100_7B
 from farsight.core.decisions import Decision
 from farsight.core.errors import FarsightError
@@ -24,8 +25,10 @@ from farsight.simulator.run import run
 from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on
 from tests.unit.services.api.test_api_explain import ask, key, trace_of
 
-SERVED = ServedAs("{}", 1, 20_000, 16, A100_7B)
-EXPERIMENT = Experiment(num_requests=60, rate=12.0, kv_tokens=20_000, max_num_seqs=16, seed=4)
+SERVED = ServedAs('{"scheduler": {"preset": "fcfs"}}', 1, 20_000, 16, A100_7B)
+EXPERIMENT = Experiment(
+    scheduler=SchedulerConfig(preset="fcfs"), num_requests=60, rate=12.0, kv_tokens=20_000, max_num_seqs=16, seed=4
+)
 OWN = 50
 """Place of the request that is asked about."""
 
@@ -84,6 +87,28 @@ async def test_the_owner_is_told_what_would_have_been_of_that_request_alone(
     assert body["text"].startswith("With replicas=3,priority=-1 it would have taken ")
     same = (await http.get(address, params={"preset": "fcfs"}, headers=key("admin"))).json()
     assert same["jct_s"] == same["logged_jct_s"] and same["text"].endswith("about the same.")
+
+
+async def test_an_operator_is_told_of_the_latest_requests_together(
+    http: Client, backend: ScriptedBackend, window: LoggedWindow
+) -> None:
+    backend.logged = window
+    body = (await http.get("/live/what-if", params={"replicas": 3})).json()
+    logged, changed = body["logged"], body["changed"]
+    assert (body["if"], body["num_requests"]) == ("replicas=3", len(window.records))
+    mean_s = sum(each.jct_s for each in window.records) / len(window.records)
+    assert logged["jct_s"] == pytest.approx(mean_s, abs=1e-3)
+    assert changed["jct_s"] < logged["jct_s"] and changed["ttft_s"] < logged["ttft_s"]
+    assert logged["jct_p99_s"] > 2 * logged["jct_s"]
+    assert body["text"].startswith("With replicas=3 the last 60 requests would have ended after ")
+    same = (await http.get("/live/what-if", params={"preset": "fcfs"})).json()
+    assert same["changed"] == same["logged"] and same["text"].endswith(": about the same.")
+    backend.logged = dataclasses.replace(window, records=())
+    refused = await http.get("/live/what-if", params={"preset": "fcfs"})
+    assert refused.status_code == 503
+    assert "at least one request that has ended" in refused.json()["error"]["message"]
+    for params in ({}, {"preset": "best"}, {"replicas": 65}):
+        assert (await http.get("/live/what-if", params=params)).status_code == 400  # type: ignore[arg-type]
 
 
 async def test_to_others_the_request_does_not_exist(

@@ -258,7 +258,7 @@ def test_limits_are_refused_in_openais_form(guarded: GuardedServer, http: httpx.
 def test_requests_in_flight_are_counted_until_they_end(guarded: GuardedServer, http: httpx.Client) -> None:
     headers = {"x-api-key": add_key(guarded.key_file, "narrow", tenant=Tenant("narrow", max_in_flight=1))}
     guarded.clock.seconds += 1
-    guarded.backend._script = (delta("a"), LONG_S, delta("b", "stop"))
+    guarded.backend.script = (delta("a"), LONG_S, delta("b", "stop"))
     try:
         with http.stream("POST", "/v1/completions", json=BODY | {"stream": True}, headers=headers) as reply:
             lines = reply.iter_lines()  # kept: its end would close the connection
@@ -266,7 +266,7 @@ def test_requests_in_flight_are_counted_until_they_end(guarded: GuardedServer, h
             refused = http.post("/v1/completions", json=BODY, headers=headers)
             assert "1 requests in flight" in check_error(refused, 429, "rate_limit_exceeded")["message"]
     finally:
-        guarded.backend._script = ScriptedBackend()._script
+        guarded.backend.script = ScriptedBackend().script
     deadline = time.monotonic() + LONG_S
     while http.post("/v1/completions", json=BODY, headers=headers).status_code != 200:  # until the server has noticed
         assert time.monotonic() < deadline
