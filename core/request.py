@@ -56,10 +56,11 @@ class Fault(IntEnum):
 
 
 class Residency(IntEnum):
-    """Where a sequence's KV belongs."""
+    """Where KV lies: a stopped sequence's on the device or the host, a cached block also on a disk."""
 
     DEVICE = 0
     HOST = 1
+    DISK = 2
 
 
 def _require(ok: bool, field: str, value: object, expected: str) -> None:
@@ -347,6 +348,9 @@ class Request:
         images: The images among its prompt's tokens, in their order.
         reading_rate: Tokens a second that its client reads of a stream as they come; 0 for the server's usual rate
             (``[scheduler] reading_rate``); None where no one reads before the end.
+        session: The conversation that its client says it is a turn of; empty where the client does not say.
+        continues: Id of the earlier answer that its client says it goes on from; empty where the client does not say.
+        application: The program that its client says it is, for sums; empty where the client does not say.
     """
 
     request_id: str
@@ -369,6 +373,9 @@ class Request:
     slo: Slo = NO_SLO
     images: tuple[ImageSpan, ...] = ()
     reading_rate: float | None = None
+    session: str = ""
+    continues: str = ""
+    application: str = ""
 
     def __post_init__(self) -> None:
         if self.images:

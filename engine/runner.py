@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from enum import Enum
@@ -91,6 +92,7 @@ class Copier(Protocol):
     def begin(self, copy: KVCopy) -> None: ...
     def take_done(self) -> list[tuple[int, bool]]: ...
     def wait(self) -> None: ...
+    def look(self, names: SequenceOf[int], tenant: str) -> None: ...
 
 
 class Copies:
@@ -123,6 +125,9 @@ class Copies:
         if self._in_flight:
             wait(self._in_flight.values(), return_when=FIRST_COMPLETED)
 
+    def look(self, names: SequenceOf[int], tenant: str) -> None:
+        """Looks, in any thread, what other processes have kept of a chain of blocks; most copiers have none to ask."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -134,6 +139,7 @@ class Device:
         num_blocks: KV blocks of the pool.
         num_host_blocks: KV blocks of the host pool; 0 if there is none.
         copier: Copies between the two pools; None if there is no host pool.
+        num_states: Sequences that may have a state beside their keys and values at once; 0: the model has none.
         exact: Whether a token's logits depend on nothing else in its step, bit by bit (ADR 27).
     """
 
@@ -144,6 +150,7 @@ class Device:
     num_host_blocks: int
     copier: Copier | None
     exact: bool = False
+    num_states: int = 0
 
 
 def num_pool_blocks(engine: EngineConfig, token_bytes: int, context_len: int, free_bytes: int | None) -> int:

@@ -69,6 +69,8 @@ class ProfileFile:
         schema: ``SCHEMA``.
         kv_bytes: Bytes of the KV of one token; None where it is not known.
         copy_bandwidth: Bytes a second between device and host, each way; None where it was not measured.
+        disk_bandwidth: Bytes a second that a disk brings back; None where it was not measured.
+        kv_memory: Bytes that the device has for KV; None where that is not known.
         image_token_s: This and the next two are the prices of ``ImageCost``, in seconds; None where the image encoder
             was not measured.
     """
@@ -81,6 +83,8 @@ class ProfileFile:
     schema: int = SCHEMA
     kv_bytes: int | None = None
     copy_bandwidth: float | None = None
+    disk_bandwidth: float | None = None
+    kv_memory: int | None = None
     image_token_s: float | None = None
     image_batch_s: float | None = None
     image_pair_s: float | None = None
@@ -122,7 +126,7 @@ def parse_profile(text: str, source: str) -> ProfileFile:
     if schema != SCHEMA:
         raise InvalidValueError(f"{source}: schema", schema, f"{SCHEMA}, the only one that this version reads")
     profile = _read(ProfileFile, values, source, prefix="")
-    for name in ("base_s", "copy_bandwidth"):
+    for name in ("base_s", "copy_bandwidth", "disk_bandwidth"):
         if getattr(profile, name) == 0:
             raise InvalidValueError(f"{source}: {name}", 0, "a number above 0")
     return profile
@@ -186,6 +190,7 @@ class DeviceProfile:
         copy_bandwidth: Bytes a second between device and host, each way; 0 where it is not known.
         kv_memory: Bytes that the device has for KV; 0 where that is not known.
         image_cost: Cost of the image encoder; nothing where that is not known.
+        disk_bandwidth: Bytes a second that a disk brings back; 0 where it is not known.
     """
 
     cost: StepCost
@@ -193,6 +198,7 @@ class DeviceProfile:
     copy_bandwidth: float = 0.0
     kv_memory: int = 0
     image_cost: ImageCost = FREE_IMAGES
+    disk_bandwidth: float = 0.0
 
 
 A100_7B = DeviceProfile(
@@ -203,7 +209,27 @@ A100_7B = DeviceProfile(
 LLaVA 1.5's tower (CLIP ViT-L/14: 304 M parameters, a token for each patch) computes at 0.6 of 312 TFLOP/s, and
 a batch of pictures is launched in 4 ms."""
 
-DEVICE_PROFILES = {"a100-7b": A100_7B}
+H200_7B = DeviceProfile(
+    StepCost(base_s=4.7e-3, prefill_token_s=25e-6, decode_seq_s=2.5e-6, context_token_s=44e-9),
+    kv_bytes=128 * 2**10,
+    copy_bandwidth=45e9,
+    kv_memory=110 * 2**30,
+    disk_bandwidth=7e9,
+)
+"""Mistral 7B in bfloat16 on one H200, as docs/gpu.md measured it: 40,000 prompt tokens a second, 902 k tokens of KV,
+45 GB/s each way to the host. 7 GB/s is what one NVMe drive on four lanes of PCIe 4 reads."""
+
+CPU_135M = DeviceProfile(
+    StepCost(3.9e-3, 0.49e-3, 0.71e-3, 2.7e-6, 0.49e-6),
+    kv_bytes=45 * 2**10,
+    copy_bandwidth=8e9,
+    kv_memory=2**30,
+    disk_bandwidth=1e9,
+)
+"""SmolLM2-135M in four bits with KV in float32 on two cores: steps as `farsight profile` measured them, memory that is
+copied at 8 GB/s, and a drive that reads 1 GB/s."""
+
+DEVICE_PROFILES = {"a100-7b": A100_7B, "h200-7b": H200_7B, "cpu": CPU_135M}
 """The built-in profiles, by name."""
 
 
@@ -249,4 +275,11 @@ def find_device_profile(name: str) -> DeviceProfile:
     profile = parse_profile(text, f"{_FIELD} {name}")
     if not profile.kv_bytes:
         raise ConfigError(_FIELD, EMULATED + name, "a profile with kv_bytes above 0, to size the KV pool by")
-    return DeviceProfile(profile.cost, profile.kv_bytes, profile.copy_bandwidth or 0.0, image_cost=profile.image_cost)
+    return DeviceProfile(
+        profile.cost,
+        profile.kv_bytes,
+        profile.copy_bandwidth or 0.0,
+        profile.kv_memory or 0,
+        profile.image_cost,
+        profile.disk_bandwidth or 0.0,
+    )

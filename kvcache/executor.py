@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from farsight.core.errors import IntegrityError
-from farsight.core.messages.kv import KVTraffic
+from farsight.core.messages.kv import NO_TRAFFIC, Brought, KVTraffic
 from farsight.core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport, TenantService
 from farsight.core.messages.step_times import StepSample
 from farsight.core.request import Request, Residency, SequenceStatus
 from farsight.kvcache.block_manager import BlockHashes, BlockManager
 from farsight.kvcache.cache_journal import CacheJournal
 from farsight.kvcache.step_batch import BatchLimits, KVCopy, ServiceMeter, StepBatch, StepItem
+from farsight.kvcache.tiers import KVTiers
 
 NO_FURTHER: Mapping[str, int] = {}
 """No item of a step has yielded more than one token."""
@@ -45,6 +46,8 @@ class SequenceState:
         tenant: As in ``Request``.
         dropped_len: Tokens whose KV was computed and has been dropped.
         cut_off_at_s: ``Slot.cut_off_at_s`` under which its last step was cut off; 0 if none was.
+        shares: Whether its blocks may serve other sequences.
+        brought: What came back from the tiers; None if nothing did.
     """
 
     request_id: str
@@ -67,6 +70,8 @@ class SequenceState:
     dropped_len: int = 0
     cut_off_at_s: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
+    shares: bool = True
+    brought: Brought | None = None
 
     @property
     def output_len(self) -> int:
@@ -87,6 +92,7 @@ def new_sequence(request: Request) -> SequenceState:
         request.max_total_len,
         request.known_len,
         tenant=request.tenant,
+        shares=not request.sampling.computes_prompt,
     )
 
 
@@ -99,6 +105,7 @@ class PlanExecutor(ABC):
 
     Attributes:
         returns_together: Whether a sequence is returned only when all that run with it have ended.
+        tiers: What lies below the device; None where nothing is kept there.
         make_sequence: Makes the record of a request that a plan brings; ``new_sequence``, where nothing else is kept.
         max_in_flight: Steps that may have begun and not been committed; they are committed in their order.
         revision: Rises with each event that may change the choice of the next step, except the progress of sequences.
@@ -112,6 +119,7 @@ class PlanExecutor(ABC):
 
     returns_together: ClassVar[bool]
     max_in_flight = 1
+    tiers: KVTiers | None = None
 
     def __init__(
         self, blocks: BlockManager, limits: BatchLimits, incarnation: str, host: BlockManager | None = None
@@ -135,7 +143,6 @@ class PlanExecutor(ABC):
         self._vacated = 0  # slots of this plan, standbys aside, that have ended: places a standby may take
         self._num_absent = 0  # slots of this plan whose payload has not come
         self._report_seq = 0
-        self._traffic = KVTraffic()
         self._recomputed_tokens = 0
         self._journal: CacheJournal | None = None
         self._arrivals = 0
@@ -369,7 +376,14 @@ class PlanExecutor(ABC):
         self._free(held)
         self._vacated += not held.slot.standby
         finished = FinishedSequence(
-            held.request_id, held.attempt, status, held.output_len, held.cached_len or 0, held.ran_s
+            held.request_id,
+            held.attempt,
+            status,
+            held.output_len,
+            held.cached_len or 0,
+            held.ran_s,
+            held.gpu_s,
+            held.brought,
         )
         key = (held.request_id, held.attempt)
         first_report = self._report_seq + 1
@@ -411,6 +425,10 @@ class PlanExecutor(ABC):
     def _flying_blocks(self) -> int:
         """Target blocks of copies in flight."""
         return 0
+
+    @property
+    def _traffic(self) -> KVTraffic:
+        return NO_TRAFFIC
 
     def _progress(self, held: SequenceState) -> SlotProgress:
         return SlotProgress(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,16 +18,18 @@ from farsight.policies.compose import (
     is_steady,
 )
 from farsight.policies.fleet.scheduler import FleetMachine
+from farsight.policies.fleet.sessions import SessionTable
 from farsight.policies.order.offload_orders import OffloadDecider
 from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.policies.settings import PolicySettings
-from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.fleet import Fleet, FleetShape, Source
 from farsight.simulator.cluster.records import Record, Recorder
 from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.cluster.tiered import NOTHING_BELOW, MemoryBelow
 from farsight.simulator.cluster.timeline import Timeline
-from farsight.simulator.experiment import Experiment
+from farsight.simulator.experiment import Experiment, num_states
 from farsight.simulator.summary import Summary, summarize
-from farsight.simulator.traffic.workload import Workload
+from farsight.simulator.traffic.workload import SimRequest, Workload
 
 ANNOUNCE_S = 0.5
 """Interval at which a server's ingress replicas announce their open streams."""
@@ -67,7 +69,7 @@ def run(
     """
     shape = _replica_shape(experiment, arrivals)
     shape = shape if looks_often else _looking_seldom(shape)
-    fleet = _fleet(experiment, shape, arrivals, timeline)
+    fleet = _fleet(experiment, shape, _longest(arrivals), timeline)
     recorder, failed = fleet.run(arrivals, progress), fleet.refused
     if num_lost := len(arrivals) - len(recorder.done) - len(failed):
         raise IntegrityError(f"preset {experiment.preset}: {num_lost} of {len(arrivals)} requests never ended")
@@ -80,6 +82,7 @@ def run(
         num_failed=len(failed),
         num_padding_tokens=num_computed - sum(record.num_tokens for record in recorder.done),
         num_images_encoded=fleet.encoder.num_encoded,
+        mean_replicas=fleet.replica_s / fleet.now if fleet.now else float(experiment.num_replicas),
     )
     return RunOutcome(recorder, tuple(failed), summary)
 
@@ -95,7 +98,7 @@ def run_until(experiment: Experiment, arrivals: Workload, request_id: str) -> Re
         InvalidValueError: The request is not among the arrivals, or fits no replica.
     """
     shape = _looking_seldom(_replica_shape(experiment, arrivals))
-    for record in _fleet(experiment, shape, arrivals, None).run(arrivals, until=request_id).done[::-1]:
+    for record in _fleet(experiment, shape, _longest(arrivals)).run(arrivals, until=request_id).done[::-1]:
         if record.arrival.request_id == request_id:
             return record
     raise InvalidValueError("request", request_id, "one of the requests, which fits a replica")
@@ -106,14 +109,17 @@ def _looking_seldom(shape: ReplicaShape) -> ReplicaShape:
 
 
 def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
+    states = num_states(experiment)  # with them nothing moves to the host, and no prefix is cached
     return ReplicaShape(
         num_blocks=experiment.kv_tokens // experiment.block_size,
         block_size=experiment.block_size,
-        num_host_blocks=experiment.host_kv_tokens // experiment.block_size,
+        num_host_blocks=0 if states else experiment.host_kv_tokens // experiment.block_size,
+        num_states=states,
         max_num_seqs=experiment.max_num_seqs,
         max_batch_tokens=experiment.max_batch_tokens,
         look_every=0 if is_steady(experiment.scheduler) and not _any_gives_way(arrivals) else 1,
-        shares_prefixes=any(each.prefix or any(image.name for image in each.images) for each in arrivals),
+        shares_prefixes=not states
+        and any(each.prefix or any(image.name for image in each.images) for each in arrivals),
         execution="static" if experiment.scheduler.execution == "static" else "ragged",
         offload_hop_s=experiment.offload_hop_s or 0.0,
     )
@@ -124,7 +130,50 @@ def _any_gives_way(arrivals: Workload) -> bool:
     return any(each.deadline_s is not None or each.slo is not NO_SLO or is_flex(each.priority) for each in arrivals)
 
 
-def _fleet(experiment: Experiment, shape: ReplicaShape, arrivals: Workload, timeline: Timeline | None) -> Fleet:
+def _longest(arrivals: Workload) -> int:
+    return max((arrival.max_new_tokens for arrival in arrivals), default=1)
+
+
+def run_source(
+    experiment: Experiment,
+    source: Iterable[SimRequest] | Source,
+    max_new_tokens: int,
+    *,
+    below: MemoryBelow = NOTHING_BELOW,
+    progress: Callable[[int], None] | None = None,
+) -> Fleet:
+    """Runs requests that wait for the answers to others, to the last token; they share prefixes, and sessions count.
+
+    Args:
+        max_new_tokens: Longest output that a client allows.
+        below: Tiers below the device's pool.
+
+    Returns:
+        The fleet after its run: its ``recorder``, ``sessions`` and ``refused`` requests.
+    """
+    size = experiment.block_size
+    shape = ReplicaShape(
+        num_blocks=experiment.kv_tokens // size,
+        block_size=size,
+        max_num_seqs=experiment.max_num_seqs,
+        max_batch_tokens=experiment.max_batch_tokens,
+        look_every=0 if is_steady(experiment.scheduler) else LOOK_EVERY,
+        shares_prefixes=True,
+        tells_cache=True,
+        below=below,
+    )
+    fleet = _fleet(experiment, shape, max_new_tokens, sessions=SessionTable(size))
+    fleet.run(source, progress)
+    return fleet
+
+
+def _fleet(
+    experiment: Experiment,
+    shape: ReplicaShape,
+    max_new_tokens: int,
+    timeline: Timeline | None = None,
+    sessions: SessionTable | None = None,
+) -> Fleet:
     """The same for both modes but for the scheduler over replicas.
 
     Batch mode is as on a server, but for its estimates of batches: from step costs, not learned from what ran.
@@ -132,7 +181,7 @@ def _fleet(experiment: Experiment, shape: ReplicaShape, arrivals: Workload, time
     settings = PolicySettings(
         experiment.scheduler,
         placement=experiment.placement,
-        max_new_tokens=max((arrival.max_new_tokens for arrival in arrivals), default=1),
+        max_new_tokens=max_new_tokens,
         cost=experiment.latency.cost,
         block_size=experiment.block_size,
     )
@@ -153,10 +202,11 @@ def _fleet(experiment: Experiment, shape: ReplicaShape, arrivals: Workload, time
     else:
         machine, announce_s = build_router(config.preset, config.placement, settings), 0.0
     return Fleet(
-        FleetShape(shape, experiment.latency, experiment.num_replicas, announce_s),
+        FleetShape(shape, experiment.latency, experiment.num_replicas, announce_s, scaling=experiment.scaling),
         machine,
         make_scheduler,
         clients=experiment.clients,
         timeline=timeline,
         make_offload=make_offload,
+        sessions=sessions,
     )

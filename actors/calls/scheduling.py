@@ -10,7 +10,7 @@ from farsight.core.forecast import Forecast, ForecastQuestions, Forecasts, Forec
 from farsight.core.images import EncodedImages, EncodeImages
 from farsight.core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
 from farsight.core.messages.kv import KVUsage, OffloadOrders, OffloadQuestion
-from farsight.core.messages.live import LeftWaiting, LiveQuery, ReplicaLive
+from farsight.core.messages.live import LeftWaiting, LiveQuery, ReplicaLive, SessionsQuery, SessionsView
 from farsight.core.messages.log import RequestTraces, TraceQuery
 from farsight.core.messages.placement import PlacementView, ReplicaLoads
 from farsight.core.messages.plans import CacheReply, Plan, ReportPoll, StepReport, WorkerState
@@ -53,6 +53,10 @@ class RouterCalls(Protocol):
     @message()
     async def left_waiting(self) -> LeftWaiting:
         """Returns the last requests whose clients left before any replica took them, for the operator's pages."""
+
+    @message()
+    async def sessions(self, query: SessionsQuery) -> SessionsView:
+        """Returns the conversations that requests are turns of, for the operator's page."""
 
     @message()
     async def announce(self, announced: Announce) -> AnnounceReply:

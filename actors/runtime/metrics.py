@@ -16,13 +16,14 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from farsight.core.messages.kv import KVTraffic, KVUsage
 from farsight.core.messages.status import Degraded
 from farsight.core.series.tally import TrafficTally
 from farsight.policies.external.circuit_breaker import BreakerState
 from farsight.policies.external.events import FAILURE_KINDS
+from farsight.policies.fleet.sessions import SessionTable
 
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -89,6 +90,39 @@ def show_degraded(registry: CollectorRegistry, found: Callable[[], Iterable[tupl
         found: Returns the present components of the process: (name, degraded).
     """
     registry.register(cast(Any, _DegradedMetrics(found)))
+
+
+_SESSION_TOKENS = ("new", "computed", "restored", "output")
+
+
+class _SessionMetrics:
+    """Sums over the sessions of each application; an application is what clients say, and there are few at most."""
+
+    def __init__(self, table: SessionTable) -> None:
+        self._table = table
+
+    def collect(self) -> Iterator[Metric]:
+        """Makes the series anew for each scrape, so that the table alone holds the sums."""
+        yield GaugeMetricFamily("farsight:sessions", "Conversations that are remembered.", len(self._table))
+        text = "Turns of conversations that have begun."
+        turns = CounterMetricFamily("farsight:session_turns", text, labels=("application",))
+        text = "Tokens of answered turns: prompts' new, computed and restored ones, and outputs."
+        tokens = CounterMetricFamily("farsight:session_tokens", text, labels=("application", "kind"))
+        text = "Seconds of conversations with a request in the model, and away: in tools or with people."
+        seconds = CounterMetricFamily("farsight:session_seconds", text, labels=("application", "state"))
+        for row in self._table.applications():
+            name, counts = row.application, row.counts
+            turns.add_metric((name,), counts.turns)
+            for kind in _SESSION_TOKENS:
+                tokens.add_metric((name, kind), getattr(counts, f"{kind}_tokens"))
+            seconds.add_metric((name, "model"), counts.in_model_s)
+            seconds.add_metric((name, "away"), counts.away_s)
+        yield from (turns, tokens, seconds)
+
+
+def show_sessions(registry: CollectorRegistry, table: SessionTable) -> None:
+    """Shows the sums over conversations among a process's metrics."""
+    registry.register(cast(Any, _SessionMetrics(table)))
 
 
 class _ReplicaMetrics:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from farsight.actors.calls.scheduling import LengthPredictorCalls, RouterCalls, SchedulerCalls
 from farsight.actors.runtime.component import Component, ComponentContext
-from farsight.actors.runtime.metrics import QueueDelay
+from farsight.actors.runtime.metrics import QueueDelay, show_sessions
 from farsight.actors.runtime.names import ROUTER, initial_counts
 from farsight.actors.runtime.peer import PeerLost, answer_of, current_counts
 from farsight.actors.scheduling.event_recorder import Handle
@@ -20,7 +20,7 @@ from farsight.core.costs import StepCost, profile_cost
 from farsight.core.decisions import Decision, DecisionPacker, Facts, on_clock, pack_decisions
 from farsight.core.forecast import QUANTILES, ForecastMade, ForecastsMade
 from farsight.core.messages.fleet import InFlight, ReplicaName, ReplicaNews, ReplicaState, ServedModel
-from farsight.core.messages.live import EndedRequest, LeftWaiting
+from farsight.core.messages.live import EndedRequest, LeftWaiting, SessionsQuery, SessionsView
 from farsight.core.messages.log import RequestTrace, RequestTraces, TraceQuery
 from farsight.core.messages.placement import PlacementView, RecentPlacement, ReplicaLoads
 from farsight.core.messages.requests import (
@@ -30,8 +30,6 @@ from farsight.core.messages.requests import (
     Key,
     Keys,
     LoadSnapshot,
-    OpenRequest,
-    Placed,
     Promise,
     Refusal,
     Submit,
@@ -44,6 +42,7 @@ from farsight.policies.compose import build_router, follows_prefixes, is_batch_m
 from farsight.policies.fleet.events import (
     AbortOnReplica,
     AskCache,
+    AskIngress,
     AskReplica,
     GlobalEvent,
     GlobalInstruction,
@@ -64,6 +63,7 @@ from farsight.policies.fleet.events import (
 )
 from farsight.policies.fleet.queue_delay import queue_delay_s
 from farsight.policies.fleet.scheduler import FleetMachine
+from farsight.policies.fleet.sessions import SessionTable
 from farsight.policies.placement.base import PlacementStats
 from farsight.policies.presets import max_running
 from farsight.policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
@@ -95,10 +95,12 @@ class Answers:
     refusals: list[Refusal] = field(default_factory=list)
     promises: list[Promise] = field(default_factory=list)
     lost: dict[str, list[Key]] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
 
     def add(self, other: Answers) -> None:
         self.refusals += other.refusals
         self.promises += other.promises
+        self.asked |= other.asked
         for ingress_id, keys in other.lost.items():
             self.lost.setdefault(ingress_id, []).extend(keys)
 
@@ -137,13 +139,18 @@ class FleetShell(Component, RouterCalls):
         self._cost: StepCost | None = None
         self._left: deque[tuple[float, EndedRequest]] = deque(maxlen=MAX_ENDED)  # when, and what
         self._queue_delay = QueueDelay(context.registry, context.config.model.name)
+        self._sessions = SessionTable(context.config.engine.kv_block_size)
+        show_sessions(context.registry, self._sessions)
 
     async def start(self) -> None:
         self.spawn(self._tick())
 
     async def submit(self, submit: Submit) -> SubmitReply:
-        requests = submit.requests
+        requests, now = submit.requests, time.monotonic()
+        for request in requests:
+            self._sessions.began(request, now)
         answers = await self._handle(RequestsArrived(requests))
+        self._sessions.left((refusal.request_id for refusal in answers.refusals), time.monotonic())
         placed = tuple(self._machine.placed(request.request_id, request.attempt) for request in requests)
         return SubmitReply(placed, tuple(answers.refusals), tuple(answers.promises))
 
@@ -168,28 +175,29 @@ class FleetShell(Component, RouterCalls):
     async def abort(self, aborted: Keys) -> None:
         now = time.monotonic()
         self._left.extendleft((now, _left(*each, now)) for each in self._machine.queued_among(aborted.keys))
+        self._sessions.left((request_id for request_id, _ in aborted.keys), now)
         await self._handle(RequestsAborted(aborted.keys))
 
     async def left_waiting(self) -> LeftWaiting:
         now = time.monotonic()
         return LeftWaiting(tuple(replace(each, ago_s=now - at) for at, each in self._left if each.response_id))
 
+    async def sessions(self, query: SessionsQuery) -> SessionsView:
+        return self._sessions.view(query, time.monotonic())
+
     async def announce(self, announced: Announce) -> AnnounceReply:
         ingress = self._hear(announced.ingress_id)
-        answers = await self._handle(IngressAnnounced(announced.ingress_id, announced.open))
+        event = IngressAnnounced(announced.ingress_id, announced.sums, announced.listed, announced.open)
+        answers = await self._handle(event)
         late, ingress.late_refusals = ingress.late_refusals, []
         lost = tuple(answers.lost.get(announced.ingress_id, ()))
         refusals = (*answers.refusals, *late)
         ingress.load = announced.load
         others = total_load(seen.load for name, seen in self._ingresses.items() if name != announced.ingress_id)
-        placed = self._newly_placed(announced.open)
-        return AnnounceReply(lost, refusals, tuple(self._schedulers), placed, others, self._outlook())
-
-    def _newly_placed(self, announced: Iterable[OpenRequest]) -> tuple[Placed, ...]:
-        """Returns the places of announced requests that waited when they were submitted and do not wait any more."""
-        waited = [stream for stream in announced if not stream.replica]
-        placed = [self._machine.placed(stream.request_id, stream.attempt) for stream in waited]
-        return tuple(each for each in placed if each.replica)
+        found = (self._machine.placed(*key) for key in announced.nowhere)
+        placed = tuple(each for each in found if each.replica)
+        asked = tuple(answers.asked)
+        return AnnounceReply(lost, refusals, tuple(self._schedulers), placed, others, self._outlook(), asked)
 
     async def introduce(self, row: ComponentStatus) -> None:
         self._hear(row.name.removeprefix("ingress-")).row = row
@@ -215,7 +223,7 @@ class FleetShell(Component, RouterCalls):
         for refusal in state.refusals:
             self._refuse_late(refusal)
         name, ready = state.replica, state.ready
-        await self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready, state.cache_seq))
+        await self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready, state.cache_seq, state.sums))
 
     async def replica_news(self, news: ReplicaNews) -> None:
         """Takes a replica's news, cache events first: requests that end have filled the cache."""
@@ -224,6 +232,9 @@ class FleetShell(Component, RouterCalls):
         if news.started:
             await self._handle(RequestsStarted(news.started))
         if news.finished:
+            now = time.monotonic()
+            for finished in news.finished:
+                self._sessions.ended(finished, now)
             await self._handle(RequestsEnded(news.finished))
         if news.profile is not None:
             self._cost = profile_cost(news.profile)
@@ -293,6 +304,8 @@ class FleetShell(Component, RouterCalls):
                     calls.append(asyncio.create_task(self._ask(name, keys, answers)))
                 case AskCache(name):
                     self.spawn_aside(self._hear_cache(name))  # without an answer the machine asks again
+                case AskIngress(_, parts):
+                    answers.asked.update(parts)  # of the one whose announcement this answers
                 case ReportLost(ingress_id, keys):
                     answers.lost.setdefault(ingress_id, []).extend(keys)
                 case RefuseRequest(request_id, attempt, field_name, message):
@@ -319,7 +332,8 @@ class FleetShell(Component, RouterCalls):
         if request.origin is None:
             return b""
         waited_s = self._machine.waited_s(request.request_id)
-        facts = choice.facts() if not waited_s else {**choice.facts(), "waited_s": waited_s}
+        facts = {**choice.facts(), **self._sessions.told(request.request_id)}
+        facts |= {"waited_s": waited_s} if waited_s else {}
         return self._packer.pack("placed", placed_at, facts)
 
     async def _explain_on(self, name: str, query: TraceQuery) -> tuple[RequestTrace, ...]:
@@ -389,6 +403,7 @@ class FleetShell(Component, RouterCalls):
         silent = [name for name, seen in self._ingresses.items() if now - seen.heard_at > FORGET_AFTER_S]
         for ingress_id in await self.context.gone(silent):
             del self._ingresses[ingress_id]
+            self._sessions.lose(ingress_id, now)
             await self._handle(IngressLost(ingress_id))
 
     async def _learn(self, predictor: LengthPredictorCalls) -> None:
@@ -397,17 +412,10 @@ class FleetShell(Component, RouterCalls):
             await self._handle(HistoryLearned(forecast))
 
     def _outlook(self) -> LoadSnapshot:
-        config, takers = self.context.config, self._machine.own_takers()
+        config = self.context.config
         preset = config.scheduler.preset
-        return LoadSnapshot(
-            demand=self._machine.demand(),
-            num_replicas=len(takers),
-            max_num_seqs=max_running(preset, config.engine.max_num_seqs, config.batch.batch_size),
-            kv_tokens=min((ready.num_blocks * ready.block_size for ready in takers), default=0),
-            joins=not is_batch_mode(preset),
-            cost=self._cost,
-            lengths=self._machine.usual_lengths(),
-        )
+        places = max_running(preset, config.engine.max_num_seqs, config.batch.batch_size)
+        return self._machine.outlook(places, self._cost, joins=not is_batch_mode(preset))
 
 
 class Router(FleetShell):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +153,90 @@ class LiveView:
     replicas: tuple[ReplicaLive, ...]
     num_unplaced: int = 0
     left_waiting: tuple[EndedRequest, ...] = ()
+
+
+@dataclass(slots=True)
+class SessionCounts:
+    """Sums over the turns of one session, or over the sessions of one application; a mutable record.
+
+    Attributes:
+        sessions: Sessions that began; 0 in the counts of one session.
+        turns: Requests that began, ``answers`` those that have ended with an answer.
+        prompt_tokens: Of answered turns; so are the other tokens.
+        new_tokens: Tokens of prompts behind what an earlier prompt of the session had.
+        computed_tokens: Prompt tokens that were computed, the first time or again.
+        restored_tokens: Prompt tokens that were brought back from the host or from disk.
+        in_model_s: Seconds in which at least one of its requests was open.
+        away_s: Seconds from an answer to the next turn: in tools, or with people.
+        gpu_s: GPU-seconds (``core.costs.row_shares``).
+    """
+
+    sessions: int = 0
+    turns: int = 0
+    answers: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    computed_tokens: int = 0
+    restored_tokens: int = 0
+    output_tokens: int = 0
+    in_model_s: float = 0.0
+    away_s: float = 0.0
+    gpu_s: float = 0.0
+
+    def add(self, other: SessionCounts) -> None:
+        """Adds the sums of another."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+@dataclass(slots=True)
+class SessionRow:
+    """One session; instants in seconds of the clock of who keeps it.
+
+    Attributes:
+        name: As its client named it, cut to 128 characters; ``#7`` where it was found by its prompts.
+        application: What its requests say that they come from; empty where they do not.
+        num_open: Its requests that have not ended.
+        first_at, last_at: Its first request, and its latest event.
+    """
+
+    name: str
+    tenant: str
+    application: str
+    is_named: bool
+    first_at: float
+    last_at: float
+    num_open: int = 0
+    counts: SessionCounts = field(default_factory=SessionCounts)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsQuery:
+    """To the Router: the ``max_rows`` sessions with the latest events; of one tenant alone where ``tenant`` is set."""
+
+    max_rows: int = 0
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ApplicationRow:
+    """The sessions of one application together, forgotten ones included."""
+
+    application: str
+    counts: SessionCounts
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsView:
+    """From the Router: sessions, the latest first.
+
+    Attributes:
+        now: Instant of the answer on the clock of the rows.
+        num_sessions: Sessions that are kept, shown or not; ``num_forgotten`` had to make room for others.
+    """
+
+    rows: tuple[SessionRow, ...]
+    applications: tuple[ApplicationRow, ...]
+    now: float = 0.0
+    num_sessions: int = 0
+    num_forgotten: int = 0

@@ -175,8 +175,11 @@ class Gittins(Order):
         self._any_due = self._any_stale = False  # whether a row of these columns may be set
         self._generated: dict[str, int] = {}  # a copy of the column: one number is read faster here
         self._resident: dict[str, bool] = {}  # likewise
+        self._cached: dict[str, int] = {}  # cached tokens that the row knows of
 
     def changed(self, job: Job) -> None:
+        if self._cached.get(job.request_id, job.cached_len) != job.cached_len and not job.computed_len:
+            self._look_at(self._known_row(job))  # less of its prompt is left to compute than was believed, or more
         is_resident = job.computed_len > 0
         if self._resident.get(job.request_id, is_resident) == is_resident:
             return
@@ -213,6 +216,7 @@ class Gittins(Order):
         self._table.remove(job)
         self._generated.pop(job.request_id, None)
         self._resident.pop(job.request_id, None)
+        self._cached.pop(job.request_id, None)
         self._ranking = None
 
     def learn(self, job: Job, *, censored: bool) -> None:
@@ -313,6 +317,7 @@ class Gittins(Order):
             self._generated[job.request_id] = job.output_len
             put(row, "generated", job.output_len)
             put(row, "context", job.prompt_len + job.output_len)
+        self._cached[job.request_id] = job.cached_len
         put(row, "missing", missing_len)
         put(row, "due", True)
         self._any_due = True

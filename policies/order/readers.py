@@ -5,7 +5,8 @@ with ``stream: false``, wants the end. So jobs go in this order:
 
 1. streams whose readers have soon read all that has come (TokenFlow, arXiv 2510.02758, pauses by the same rule), the
    nearest to it first, while they take no more than their share of the places,
-2. streams without a first token, by arrival: each gets a place beyond those that a step's price asks for,
+2. streams without a first token, by arrival less a boost that is large where little of the prompt is left to compute:
+   each gets a place beyond those that a step's price asks for,
 3. jobs whose guards are about to pass (``policies.order.shadow``),
 4. jobs that no one reads: those that have begun, then by boosted arrival,
 5. streams of the first kind beyond their share,
@@ -31,7 +32,7 @@ from farsight.core.decisions import Facts
 from farsight.core.errors import InvalidValueError
 from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
 from farsight.policies.lengths.accuracy import PairAccuracy
-from farsight.policies.order.boosted import MAX_BOOST_S, SHARE_OF_KV, Boosted
+from farsight.policies.order.boosted import DEVIATIONS, MAX_BOOST_S, SHARE_OF_KV, SPREAD, Boosted, boosts
 from farsight.policies.order.gittins import DecodePrice, FloatArray
 from farsight.policies.order.shadow import NO_ENDS, GuardTally, ShadowFcfs
 from farsight.policies.settings import PRIOR_CAPACITY
@@ -188,7 +189,9 @@ class ReadersFirst(Boosted):
         unread = ~is_read & (kinds != _GUARDED)
         keys = arrived_at.copy()
         keys[unread] = self._boosted_at(arrived_at, resident)[unread]
-        kinds[is_read & ~has_begun] = _FIRST
+        first = np.flatnonzero(is_read & ~has_begun)
+        kinds[first] = _FIRST
+        keys[first] = self._first_at(first)
         streams = np.flatnonzero(is_read & has_begun)
         if len(streams):
             ahead = self._look_ahead(streams, now)
@@ -199,6 +202,21 @@ class ReadersFirst(Boosted):
             most = math.ceil(self._num_rows * len(streams) / (len(streams) + num_unread))
             kinds[due[np.argsort(keys[due], kind="stable")[most:]]] = _OVER
         return kinds, keys
+
+    def _first_at(self, rows: NDArray[np.int64]) -> FloatArray:
+        """Returns what streams without a first token go by: their arrivals, less boosts by the work left to compute.
+
+        A long prompt whose beginning is cached counts for the rest alone. The yardstick is that of ``Boosted``, taken
+        of this work, so that no one is passed by those who come much later than all of it takes.
+        """
+        work_s = self._price.step.prefill_token_s * np.maximum(self._column("missing")[rows], 1.0)
+        if not len(rows) or not work_s.any():
+            arrived_at: FloatArray = self._column("arrived_at")[rows]
+            return arrived_at
+        yardstick_s = DEVIATIONS * float(work_s.sum()) / math.sqrt(len(rows)) / self._tail
+        yardstick_s = min(yardstick_s, self._max_boost_s / SPREAD)
+        boosted: FloatArray = self._column("arrived_at")[rows] - boosts(work_s, yardstick_s, self._max_boost_s)
+        return boosted
 
     def _boosted_at(self, arrived_at: FloatArray, resident: NDArray[np.bool_]) -> FloatArray:
         share = self._accuracy.share

@@ -173,6 +173,10 @@ class ReplicaScheduler:
         """Returns the attempts of ``keys`` that are neither here nor ended lately."""
         return tuple(key for key in keys if not self._mirror.knows(key))
 
+    def sums(self) -> bytes:
+        """Returns the sums of the attempts that are here, as ``KeySums`` packs them."""
+        return self._mirror.sums.packed()
+
     def accounts(self, response_id: str) -> Iterator[Account]:
         """Yields the decisions so far about those requests of an answer that are here. O(requests)."""
         return self._trace.accounts.of(response_id)
@@ -430,7 +434,7 @@ class ReplicaScheduler:
             yield RequestStarted(scheduled.first_run(finished.cached_len, finished.ran_s, now))
         self._let_go(finished.request_id)
         self._mirror.end(scheduled, finished, now)
-        yield EndReached(scheduled, finished.status)
+        yield EndReached(scheduled, finished.status, finished.brought)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
         if not scheduled.request.prefill_only:  # its length is no sample of output lengths
             self.order.learn(scheduled, censored=censored)

@@ -32,6 +32,9 @@ MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 
+MAX_SESSION_CHARS = 1024
+MAX_APPLICATION_CHARS = 128
+
 MAX_CHOICES = 1024
 """Texts of which an output must be one."""
 
@@ -43,21 +46,26 @@ CONTENT = 'a string or a non-empty list of {"type": "text", "text": ...} parts'
 
 MAX_PRIORITY = 2**31 - 1
 
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages that chat templates are made for."""
+
 EXPECTED: dict[str, str] = {
     "": "a JSON object",
     "model": "the name of the served model, as a string",
     "prompt": PROMPT,
     "messages": "a non-empty list of messages",
-    "messages.role": "'system', 'developer', 'user', 'assistant' or 'tool'",
-    "messages.tool_calls": "a list of calls, each with id, type 'function' and function",
+    "messages.role": "'system', 'developer', 'user', 'assistant', 'tool', or another name that the chat template shows",
+    "messages.tool_calls": "a list of calls, each with id, type 'function' and function, or 'custom' and custom",
     "messages.tool_calls.function.arguments": "a JSON object as text, in a string",
     "messages.tool_call_id": "the id of the call that this message answers, as a string",
-    "tools": "a list of functions",
-    "tools.type": "'function'",
+    "tools": "a list of functions and custom tools",
+    "tools.type": "'function' or 'custom'",
     "tools.function": "an object with name, description and parameters",
     "tools.function.name": "1 to 128 characters out of a-z, A-Z, 0-9, '_', '-' and '.'",
+    "tools.custom": "an object with name, description and format",
+    "tools.custom.name": "1 to 128 characters out of a-z, A-Z, 0-9, '_', '-' and '.'",
     "tools.function.parameters": "a JSON Schema of an object",
-    "tool_choice": "'auto', 'none', 'required' or the name of a function in an object",
+    "tool_choice": "'auto', 'none', 'required', or an object that names a tool or allowed_tools",
     "chat_template_kwargs": "an object of values that the chat template knows",
     "thinking_token_budget": "an integer >= 0",
     "messages.content": CONTENT,
@@ -199,6 +207,18 @@ def refused(suffix: str, got: Any, expected: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "expected {expected}", {"suffix": suffix, "got": got, "expected": expected})
 
 
+def checked_session(field: str, name: Any) -> str:
+    """Returns the name of a session as its client wrote it; empty for none.
+
+    Raises:
+        InvalidValueError: It is no text, too long, or holds characters that do not print.
+    """
+    if not isinstance(name, str) or len(name) > MAX_SESSION_CHARS or not (name.isprintable() or not name):
+        expected = f"a text of at most {MAX_SESSION_CHARS} printable characters"
+        raise InvalidValueError(field, shown(str(name)), expected)
+    return name
+
+
 def needed(value: str | None, place: str, name: str) -> str:
     """Returns the text of a field that may not be missing here.
 
@@ -225,8 +245,13 @@ def _json(value: Any) -> str:
     return names[value] if value is None or isinstance(value, bool) else repr(value).replace("'", '"')
 
 
-def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, NeutralOnly]) -> Any:
+def strip_neutral(
+    data: Any, known: Iterable[str], neutral: Mapping[str, NeutralOnly], *, takes_unknown: bool = False
+) -> Any:
     """Drops unsupported fields that hold a neutral value, and unknown ones that say nothing.
+
+    Args:
+        takes_unknown: Whether unknown fields are dropped whatever they hold, unless they look like a known one.
 
     Raises:
         PydanticCustomError: An unsupported field holds another value, or a field is unknown.
@@ -241,7 +266,8 @@ def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, Neutral
         elif name not in neutral:
             if is_empty(value):
                 continue
-            raise _unknown_field(name, fields)
+            if not takes_unknown or difflib.get_close_matches(name, fields):
+                raise _unknown_field(name, fields)
         elif not neutral[name].accepts(value):
             raise refused(f".{name}", value, neutral[name].expected)
     return kept
@@ -265,9 +291,10 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     neutral: ClassVar[Mapping[str, NeutralOnly]] = {}
+    takes_unknown: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
     def _strip_neutral(cls, data: Any) -> Any:
         names = [field.alias or name for name, field in cls.model_fields.items()]
-        return strip_neutral(data, names, cls.neutral)
+        return strip_neutral(data, names, cls.neutral, takes_unknown=cls.takes_unknown)

@@ -11,9 +11,9 @@ from pydantic import Field, PlainValidator, model_validator
 from farsight.services.api.field_groups import (
     MAX_CALLS,
     MAX_SCHEMA_DEPTH,
+    AnyCall,
     BeamFields,
     TargetFields,
-    ToolCall,
     ToolFields,
 )
 from farsight.services.api.fields import (
@@ -38,6 +38,7 @@ from farsight.services.api.fields import (
     PROMPT,
     NeutralOnly,
     StrictModel,
+    checked_session,
     refused,
 )
 from farsight.services.api.pictures.content import MixedContent, check_content
@@ -203,6 +204,9 @@ class SamplingFields(BeamFields, TargetFields):
         max_length=1024,
         description="Only requests with the same key share cached prefixes, as with cache_salt.",
     )
+    nvext: dict[str, Any] | None = Field(
+        None, description="Hints of NVIDIA Dynamo's clients; of them session_id is read, from agent_hints or beside it."
+    )
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="Extension; log probabilities of the prompt's tokens."
     )
@@ -247,6 +251,16 @@ class SamplingFields(BeamFields, TargetFields):
         if self.truncate_prompt_tokens == 0:
             raise refused(".truncate_prompt_tokens", 0, EXPECTED["truncate_prompt_tokens"])
         return self
+
+    @property
+    def session(self) -> str:
+        """The conversation that the client says it is in; empty where it does not say."""
+        hints = self.nvext or {}
+        for found in (hints.get("agent_hints"), hints):
+            name = found.get("session_id") if isinstance(found, dict) else None
+            if name is not None:
+                return checked_session("nvext.session_id", name)
+        return self.prompt_cache_key or ""
 
     @property
     def constraint(self) -> Constraint | None:
@@ -324,14 +338,18 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatMessage(StrictModel):
-    """``content`` is null, or not there, only beside ``tool_calls`` or ``reasoning_content``."""
+    """``content`` is null, or not there, only beside ``tool_calls`` or ``reasoning_content``.
+
+    Clients keep notes of their own in messages: what has no name of a field, or nearly one, is not looked at.
+    """
 
     neutral: ClassVar[Mapping[str, NeutralOnly]] = MESSAGE_NEUTRAL
+    takes_unknown: ClassVar[bool] = True
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str = Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")
     content: Content
     name: str | None = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS, description="Calls that this answer made.")
+    tool_calls: list[AnyCall] | None = Field(None, max_length=MAX_CALLS, description="Calls that this answer made.")
     tool_call_id: str | None = Field(None, max_length=256, description="The call that a tool's message answers.")
     reasoning_content: str | None = Field(None, description="Extension; the reasoning of an earlier answer.")
 
@@ -417,7 +435,8 @@ class ChatTurn(ToolFields):
         """The tools as chat templates take them."""
         if not self.tools or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        functions = [tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in self.tools]
+        return [{"type": "function", "function": function} for function in functions]
 
     @model_validator(mode="after")
     def _check_continuation(self) -> ChatTurn:

@@ -1,14 +1,20 @@
-"""``farsight replay``: simulates logged traffic under other policies and compares it with the log."""
+"""``farsight replay``: simulates logged traffic under other policies, or a trace of conversations over tiers of KV."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from farsight.core.config.engine import parse_memory
+from farsight.core.errors import ConfigError
 from farsight.services.commands.ask import JsonOption
+from farsight.services.commands.replay_report import report_page
 from farsight.services.commands.simulate import (
     ConfigOption,
     GpuOption,
@@ -33,6 +39,14 @@ if TYPE_CHECKING:
 
     from farsight.services.commands.logged_traffic import Traffic
     from farsight.simulator.experiment import Experiment
+    from farsight.simulator.replay import ReplaySettings
+    from farsight.simulator.replay import Traffic as ReplayTraffic
+
+HOST_POOLS = 2
+"""The host pool's usual size, in pools of the device."""
+
+EVERY_S = 120.0
+"""Usual seconds between the begins of two conversations."""
 
 LOGGED = "logged"
 """The name of the logged run among the presets."""
@@ -42,9 +56,32 @@ _Row = dict[str, Any]
 
 def replay(
     log: Annotated[
-        str, typer.Argument(metavar="LOG", help="The log, as in `log.path`: a SQLite file, or a redis:// URL.")
-    ],
-    preset: Annotated[list[str], typer.Option("--preset", help="Presets to simulate, as fcfs,fastserve.")],
+        str | None, typer.Argument(metavar="[LOG]", help="The log, as in `log.path`: a SQLite file, or a redis:// URL.")
+    ] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option("--preset", help="Presets to simulate, as fcfs,fastserve; one with --trace.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A trace instead: conversations, or Mooncake's or ServeGen's rows."),
+    ] = None,
+    prices: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="With --trace: h200-7b, cpu, or a profile.")
+    ] = "h200-7b",
+    every: Annotated[float | None, typer.Option(help="With --trace: seconds between new conversations (120).")] = None,
+    part: Annotated[
+        str, typer.Option(metavar="K/N", help="With --trace: which of N parts of the conversations.")
+    ] = "1/1",
+    scale: Annotated[
+        float, typer.Option(help="With --trace: tokens of conversations, as a share of the file's.")
+    ] = 1.0,
+    host_kv_tokens: Annotated[
+        int | None, typer.Option(help="With --trace: host pool in tokens (default: twice the device's pool).")
+    ] = None,
+    disk_kv_bytes: Annotated[str, typer.Option(help="With --trace: disk for KV; 0 for none.")] = "2TB",
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --trace: write a report to be looked at.")
+    ] = None,
     replicas: ReplicasOption = None,
     gpu: GpuOption = None,
     model: ModelOption = None,
@@ -55,11 +92,25 @@ def replay(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the requests of a log under other presets in virtual time and compare with the logged run."""
+    """Run logged requests under other presets in virtual time, or a trace of conversations with tiers of KV memory."""
     with one_line_errors():
-        presets = preset_names("--preset", ",".join(preset))
+        if (log is None) == (trace is None):
+            raise ConfigError("LOG", log or "none", "a log, or --trace FILE, and not both")
         counts = {"--replicas": replicas, "--tensor-parallel": tensor_parallel}
         check_counts(counts | {"--kv-tokens": kv_tokens, "--max-num-seqs": max_num_seqs})
+        if trace is not None:
+            steps = {"--gpu": gpu, "--model": model, "--tensor-parallel": tensor_parallel, "--profile": profile}
+            for flag, value in steps.items():
+                if value is not None:
+                    raise ConfigError(flag, str(value), "none beside --trace: --prices says what steps take")
+            experiment = experiment_of(config, replicas, max_num_seqs)
+            given = _Given(trace, prices, every, part, scale, kv_tokens, host_kv_tokens, disk_kv_bytes)
+            _replay_trace(given, experiment, preset or (), html, as_json)
+            return
+        assert log is not None
+        if not preset:
+            raise ConfigError("--preset", "none", "presets to simulate, as fcfs,fastserve")
+        presets = preset_names("--preset", ",".join(preset))
         from farsight.services.commands.logged_traffic import read_traffic
 
         traffic = read_traffic(log)
@@ -81,6 +132,114 @@ def replay(
         _say_what_is_missing(traffic, rows)
         if profile is None and gpu is None and model is None:
             typer.echo("step times are those of a 7B model on an A100; --profile FILE takes the server's own", err=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The flags of ``--trace``."""
+
+    trace: Path
+    prices: str
+    every_s: float | None
+    part: str
+    scale: float
+    kv_tokens: int | None
+    host_kv_tokens: int | None
+    disk_kv_bytes: str
+
+    def parts(self) -> tuple[int, int]:
+        first, _, num = self.part.partition("/")
+        if not (first.isdecimal() and num.isdecimal()):
+            raise ConfigError("--part", self.part, "K/N, as 1/2 for the first of two halves")
+        return int(first), int(num)
+
+
+def _replay_trace(
+    given: _Given, experiment: Experiment, presets: Sequence[str], page: Path | None, as_json: bool
+) -> None:
+    from farsight.simulator.replay import read_traffic, replay, to_dict
+    from farsight.simulator.results import to_json
+
+    names = preset_names("--preset", ",".join(presets)) if presets else [experiment.preset]
+    if len(names) != 1:
+        raise ConfigError("--preset", ",".join(names), "one preset with --trace")
+    if not given.trace.is_file():
+        raise ConfigError("--trace", str(given.trace), "an existing file")
+    if not 0 < given.scale < math.inf:
+        raise ConfigError("--scale", given.scale, "a number above 0")
+    traffic = read_traffic(given.trace, *given.parts(), given.scale)
+    if given.every_s is not None and not traffic.is_closed:
+        raise ConfigError("--every", given.every_s, "none for single requests, which come when the trace says")
+    settings = _settings(given, experiment.under(names[0]))
+    with progress_bar("turns of three runs", 3 * traffic.num_turns, as_json=as_json) as progress:
+        results = replay(settings, traffic, progress=progress)
+    report = to_dict(settings, traffic, results)
+    if page is not None:
+        page.write_text(report_page(report, _title(settings, traffic, given)), "utf-8")
+        typer.echo(f"written: {page}", err=True)
+    if as_json:
+        typer.echo(to_json(report))
+    else:
+        wide_console().print(_trace_table(report))
+    if traffic.num_left_out:
+        typer.echo(f"left out: {counted(traffic.num_left_out, 'turn')} of subagents", err=True)
+
+
+def _settings(given: _Given, experiment: Experiment) -> ReplaySettings:
+    from farsight.estimator.profile_file import DEVICE_PROFILES, find_device_profile
+    from farsight.simulator.cluster.latency import LinearLatency
+    from farsight.simulator.cluster.tiered import MemoryBelow
+    from farsight.simulator.replay import ReplaySettings
+
+    try:
+        device = find_device_profile(given.prices)
+    except ConfigError as error:
+        expected = f"{', '.join(DEVICE_PROFILES)}, or a profile that `farsight profile` wrote"
+        raise ConfigError("--prices", given.prices, expected) from error
+    pool = given.kv_tokens or device.kv_memory // device.kv_bytes
+    if not pool:
+        raise ConfigError("--kv-tokens", "none", "tokens of the device's pool: the profile has no kv_memory")
+    if not device.copy_bandwidth:
+        raise ConfigError("--prices", given.prices, "a profile with copy_bandwidth, between device and host")
+    disk = 0 if given.disk_kv_bytes == "0" else parse_memory(given.disk_kv_bytes)
+    if disk and not device.disk_bandwidth:
+        raise ConfigError("--disk-kv-bytes", given.disk_kv_bytes, "0, for the profile has no disk_bandwidth")
+    host = HOST_POOLS * pool if given.host_kv_tokens is None else given.host_kv_tokens
+    latency = LinearLatency(device.cost, device.kv_bytes, device.copy_bandwidth, device.image_cost)
+    return ReplaySettings(
+        dataclasses.replace(experiment, workload=given.trace.name, latency=latency, kv_tokens=pool),
+        MemoryBelow(host, disk // device.kv_bytes, device.disk_bandwidth, device.kv_bytes),
+        EVERY_S if given.every_s is None else given.every_s,
+    )
+
+
+def _title(settings: ReplaySettings, traffic: ReplayTraffic, given: _Given) -> str:
+    """Says in one line what was replayed."""
+    experiment, below = settings.experiment, settings.below
+    load = f", a new conversation every {settings.every_s:g} s" if traffic.is_closed else ""
+    return (
+        f"{given.trace.name}, part {given.part}: {counted(traffic.num_turns, 'turn')}{load}; {experiment.preset}, "
+        f"prices {given.prices}; {experiment.kv_tokens:,} tokens of KV on the device, {below.host_tokens:,} on the host, "
+        f"{below.disk_tokens:,} on disk"
+    )
+
+
+def _trace_table(report: Mapping[str, Any]) -> Table:
+    from rich.table import Table
+
+    from farsight.simulator.summary import show
+
+    table = Table(
+        "", "turns", "mean s", "p99 s", "first token s", "session s", "computed / new", "from host", "from disk"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for run in report["runs"]:
+        times = (run["turn_s"]["mean"], run["turn_s"]["p99"], run["first_token_s"]["mean"], run["program_s"]["mean"])
+        ratio = run["computed_tokens"] / run["new_tokens"] if run["new_tokens"] else None
+        hits = (run["hits"]["host"], run["hits"]["disk"])
+        table.add_row(run["name"], *map(show, (run["turns"], *times, ratio, *hits)))
+    return table
 
 
 def _truth(traffic: Traffic) -> _Row:

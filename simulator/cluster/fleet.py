@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from farsight.core.messages.plans import FinishedSequence, StartedRequest
 from farsight.core.messages.requests import Key
@@ -22,12 +22,16 @@ from farsight.policies.fleet.events import (
     GlobalEvent,
     PlaceRequests,
     ReplicaBroke,
+    ReplicaDraining,
+    ReplicaGone,
     ReplicaUp,
     RequestsEnded,
     RequestsStarted,
     TimePassed,
 )
+from farsight.policies.fleet.scaling import LOOK_S, ReplicaScaler
 from farsight.policies.fleet.scheduler import FleetMachine
+from farsight.policies.fleet.sessions import SessionTable
 from farsight.policies.order.offload_orders import OffloadDecider
 from farsight.policies.replica.events import RefuseRequest, RequestsArrived
 from farsight.policies.replica.scheduler import ReplicaScheduler
@@ -36,6 +40,7 @@ from farsight.simulator.cluster.latency import LatencyModel
 from farsight.simulator.cluster.pipelined import PipelinedReplica
 from farsight.simulator.cluster.records import Record, Recorder
 from farsight.simulator.cluster.replica import Replica, ReplicaShape
+from farsight.simulator.cluster.tiered import TieredReplica
 from farsight.simulator.cluster.timeline import Timeline
 from farsight.simulator.traffic.workload import SimRequest, as_request, shared_blocks
 
@@ -74,11 +79,69 @@ class Alarms(Generic[Owner]):
         return who
 
 
+class Source(Protocol):
+    """Requests whose instants depend on the answers to others, as ``traffic.conversations.ClosedLoop``."""
+
+    @property
+    def next_at(self) -> float:
+        """Instant of the next arrival as far as it is known; infinity if there is none."""
+        ...
+
+    def take(self, now: float) -> list[SimRequest]:
+        """Takes the arrivals that are due."""
+        ...
+
+    def ended(self, request_id: str, now: float) -> None:
+        """Books that a request has its answer, or has been refused."""
+        ...
+
+
+class _Given:
+    """Arrivals at known instants, in their order; read lazily."""
+
+    def __init__(self, arrivals: Iterable[SimRequest]) -> None:
+        self._arrivals = iter(arrivals)
+        self._next = next(self._arrivals, None)
+
+    @property
+    def next_at(self) -> float:
+        return math.inf if self._next is None else self._next.arrived_at
+
+    def take(self, now: float) -> list[SimRequest]:
+        together = []  # requests of one instant arrive together
+        while self._next is not None and self._next.arrived_at <= now:
+            together.append(self._next)
+            self._next = next(self._arrivals, None)
+        return together
+
+    def ended(self, request_id: str, now: float) -> None:
+        """Changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Bounds of the number of replicas, which follows the predicted queue delay as on a server.
+
+    Attributes:
+        target_queue_delay_s, scale_down_after_s: As ``[model]`` has them.
+        places: Most requests that a replica runs at once.
+        start_s: Seconds from the decision to add a replica until it takes requests: its process, and its weights.
+    """
+
+    min_replicas: int
+    max_replicas: int
+    target_queue_delay_s: float
+    scale_down_after_s: float
+    places: int
+    start_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class FleetShape:
     """The simulated cluster: a number of equal replicas.
 
     Attributes:
+        num_replicas: At the start, or always where there is no ``scaling``.
         announce_s: Interval at which ingress replicas announce their open streams, and so learn which requests a batch
             that broke off has lost; 0 for at once.
         image_cache_tokens: Image tokens whose rows the encoder keeps: 256 MiB of rows of 4,096 values of two bytes.
@@ -89,6 +152,7 @@ class FleetShape:
     num_replicas: int = 1
     announce_s: float = 0.0
     image_cache_tokens: int = 32_768
+    scaling: Scaling | None = None
 
 
 class _Due(Enum):
@@ -96,11 +160,13 @@ class _Due(Enum):
 
     ``MACHINE``: the scheduler over replicas wants to hear that time has passed. ``LOST``: ingress replicas announce
     their streams, and requests of broken batches come back. ``IMAGES``: the rows of a request's pictures are there.
+    ``SCALER``: the number of replicas is looked at, and replicas that were started may be ready.
     """
 
     MACHINE = 0
     LOST = 1
     IMAGES = 2
+    SCALER = 3
 
 
 class Fleet:
@@ -115,6 +181,7 @@ class Fleet:
         flush: Called with the present instant when nothing else can happen and requests still wait: no more will
             come, so batches that wait for company without bound become ready.
         make_offload: What answers each replica's scheduler about KV; None where they decide alone, in no time.
+        sessions: Counts the turns of sessions, as a server's Router does.
 
     Attributes:
         refused: Ids of the requests that fit no replica.
@@ -132,7 +199,9 @@ class Fleet:
         timeline: Timeline | None = None,
         flush: Callable[[float], None] | None = None,
         make_offload: Callable[[int], OffloadDecider | None] = lambda _: None,
+        sessions: SessionTable | None = None,
     ) -> None:
+        self.sessions = sessions
         self.recorder = Recorder()
         self._shape = shape
         self._num_names = 0
@@ -146,6 +215,7 @@ class Fleet:
         self._encoding: dict[str, Request] = {}
         self._until = ""
         self._is_over = False
+        self._source: Source = _Given(())
         self._under_way: dict[str, tuple[Request, Record]] = {}
         self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
@@ -154,41 +224,53 @@ class Fleet:
         self.refused: list[str] = []
         self.batches: list[BatchEnded] = []
         self.batches_ended_at: list[float] = []
-        self.replicas = [
-            self._make_replica(index, make_scheduler(index), make_offload(index)) for index in range(shape.num_replicas)
-        ]
+        self._make = lambda index: self._make_replica(index, make_scheduler(index), make_offload(index))
+        self.replicas = [self._make(index) for index in range(shape.num_replicas)]
         for each in self.replicas:
             self._tell(ReplicaUp(each.name, each.ready))
+        self._scaler = None if shape.scaling is None else ReplicaScaler(shape.scaling)
+        self._began_at = dict.fromkeys(range(shape.num_replicas), 0.0)  # of replicas that are there or start
+        self._ready_at: dict[int, float] = {}
+        self._draining: set[int] = set()
+        self._past_s = 0.0
 
     def _make_replica(self, index: int, scheduler: ReplicaScheduler, offload: OffloadDecider | None) -> Replica:
         told = self._start, self._end, self._break_off
         shape = self._shape
         kind = PipelinedReplica if shape.replica.num_stages > 1 else Replica
+        kind = kind if shape.replica.below is None else TieredReplica
         return kind(str(index), scheduler, shape.replica, shape.latency, self.recorder, *told, offload)
 
     def run(
-        self, arrivals: Iterable[SimRequest], progress: Callable[[int], None] | None = None, *, until: str = ""
+        self,
+        arrivals: Iterable[SimRequest] | Source,
+        progress: Callable[[int], None] | None = None,
+        *,
+        until: str = "",
     ) -> Recorder:
         """Runs all arrivals to the last token, or until one request of an open loop has ended.
 
         Args:
-            arrivals: In order of arrival; read lazily.
+            arrivals: In order of arrival, read lazily; or a source that hears of each end.
             progress: Called after each ended request with the number of ended requests.
             until: Id of that request; empty for none.
         """
         self._until = until
         with _without_collections():
-            if self._clients is not None:
+            if not isinstance(arrivals, Iterable):
+                self._source = arrivals
+            elif self._clients is not None:
                 self._run_closed(iter(arrivals), progress)
+                return self.recorder
             else:
-                self._run_open(iter(arrivals), progress)
+                self._source = _Given(arrivals)
+            self._run_open(progress)
         return self.recorder
 
-    def _run_open(self, source: Iterator[SimRequest], progress: Callable[[int], None] | None) -> None:
-        arrival = next(source, None)
+    def _run_open(self, progress: Callable[[int], None] | None) -> None:
+        self._look_at_scale()
         while not self._is_over:
-            arrives_at = math.inf if arrival is None else arrival.arrived_at
-            wakes_at = self._alarms.next_at
+            arrives_at, wakes_at = self._source.next_at, self._alarms.next_at
             if min(arrives_at, wakes_at) == math.inf:
                 if not self._flush_waiting():
                     return
@@ -198,11 +280,7 @@ class Fleet:
             if wakes_at <= arrives_at:
                 self._wake(progress)
             else:
-                together = []  # Requests of one instant arrive together.
-                while arrival is not None and arrival.arrived_at <= arrives_at:
-                    together.append(arrival)
-                    arrival = next(source, None)
-                self._arrive(together)
+                self._arrive(self._source.take(self.now))
 
     def _run_closed(self, source: Iterator[SimRequest], progress: Callable[[int], None] | None) -> None:
         while True:
@@ -217,6 +295,40 @@ class Fleet:
             self.now = wakes_at
             self._look()
             self._wake(progress)
+
+    @property
+    def replica_s(self) -> float:
+        """Seconds of all replicas together, each from the decision to add it until it is empty and removed."""
+        return self._past_s + sum(self.now - began_at for began_at in self._began_at.values())
+
+    def _scale(self, scaling: Scaling, scaler: ReplicaScaler) -> None:
+        """Starts replicas, lets those that are ready take requests, drains one and removes what is drained."""
+        for index in [index for index, ready_at in self._ready_at.items() if ready_at <= self.now]:
+            del self._ready_at[index]
+            self._tell(ReplicaUp(self.replicas[index].name, self.replicas[index].ready))
+        for index in [index for index in self._draining if not self.machine.num_on(str(index))]:
+            self._draining.remove(index)
+            self._past_s += self.now - self._began_at.pop(index)
+            self._tell(ReplicaGone(str(index)))
+        there = sorted(self._began_at.keys() - self._draining)
+        joins = not isinstance(self.machine, BatchScheduler)
+        outlook = self.machine.outlook(scaling.places, self._shape.latency.cost, joins=joins)
+        wanted = scaler.wanted(outlook, len(there), self.now)
+        for _ in range(wanted - len(there)):
+            index = len(self.replicas)
+            self.replicas.append(self._make(index))
+            self._began_at[index] = self.now
+            self._ready_at[index] = self.now + scaling.start_s
+        if wanted < len(there):
+            self._draining.add(there[-1])
+            self._tell(ReplicaDraining(str(there[-1])))
+
+    def _look_at_scale(self) -> None:
+        """Looks at the number of replicas as often as a server does, while anything runs or comes."""
+        if self._scaler is not None and self._shape.scaling is not None:
+            self._scale(self._shape.scaling, self._scaler)
+            if self._under_way or self._source.next_at < math.inf:
+                self._alarms.set(_Due.SCALER, self.now + LOOK_S)
 
     def _flush_waiting(self) -> bool:
         """Makes batches that wait for company ready; whether anything can happen now."""
@@ -241,6 +353,8 @@ class Fleet:
                 self._resume_lost()
             case _Due.IMAGES:
                 self._submit_encoded()
+            case _Due.SCALER:
+                self._look_at_scale()
 
     def _wake_replica(self, index: int, progress: Callable[[int], None] | None) -> None:
         replica = self.replicas[index]
@@ -260,6 +374,8 @@ class Fleet:
         requests = []
         for arrival in arrivals:
             request = self._request(arrival)
+            if self.sessions is not None:
+                self.sessions.began(request, self.now)
             self._under_way[request.request_id] = request, Record.of(arrival)
             if self.encoder.submit(request.request_id, arrival.images):
                 requests.append(request)
@@ -285,6 +401,7 @@ class Fleet:
                 case RefuseRequest(request_id):
                     self.refused.append(request_id)
                     del self._under_way[request_id]
+                    self._source.ended(request_id, self.now)
                 case BatchEnded():
                     self.batches.append(instruction)
                     self.batches_ended_at.append(self.now)
@@ -339,6 +456,9 @@ class Fleet:
     def _end(self, record: Record, finished: FinishedSequence) -> None:
         del self._under_way[finished.request_id]
         self._ended.append(finished)
+        if self.sessions is not None:
+            self.sessions.ended(finished, self.now)
+        self._source.ended(finished.request_id, self.now)
         self._is_over = self._is_over or finished.request_id == self._until
 
 

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from farsight.core.errors import IntegrityError, InvalidValueError
 from farsight.core.messages.kv import OffloadQuestion
@@ -50,6 +50,9 @@ from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.simulator.cluster.latency import LatencyModel, StepRun
 from farsight.simulator.cluster.records import Record, Recorder, ReplicaUsage
 
+if TYPE_CHECKING:
+    from farsight.simulator.cluster.tiered import MemoryBelow
+
 Execution = Literal["ragged", "static"]
 """As ``SchedulerConfig.execution``."""
 
@@ -66,7 +69,11 @@ class ReplicaShape:
         promises: Whether each request is told on arrival when it will end.
         num_stages: Stages of a pipeline, each with a batch of its own in flight; the latency model then gives the time
             of one batch in all stages together.
+        copies_block: Whether a step waits for the copies of KV that are ordered before it, as where no stream overlaps.
         offload_hop_s: From a question to the KV offload manager to its answer, there and back.
+        tells_cache: Whether reports tell the scheduler what is cached.
+        below: Tiers below the device's pool (``cluster.tiered``); None for a replica that knows none.
+        num_states: As ``Device.num_states``.
 
     Raises:
         InvalidValueError: ``num_stages`` is below 1, or above 1 for padded batches or with a hop.
@@ -82,7 +89,11 @@ class ReplicaShape:
     execution: Execution = "ragged"
     promises: bool = False
     num_stages: int = 1
+    copies_block: bool = False
     offload_hop_s: float = 0.0
+    tells_cache: bool = False
+    below: MemoryBelow | None = None
+    num_states: int = 0
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or (self.num_stages > 1 and self.execution == "static"):
@@ -97,11 +108,15 @@ class ReplicaShape:
 
     def build_executor(self, incarnation: str) -> LeaseExecutor | StaticExecutor:
         """A worker's executor with empty pools."""
-        blocks = BlockManager(self.num_blocks, self.block_size)
+        blocks = BlockManager(self.num_blocks, self.block_size, most_sequences=self.num_states)
         limits = BatchLimits(self.max_num_seqs, self.max_batch_tokens)
         if self.execution == "static":
             return StaticExecutor(blocks, limits, incarnation, self.num_tokens)
         host = BlockManager(self.num_host_blocks, self.block_size) if self.num_host_blocks else None
+        if self.below is not None:
+            from farsight.simulator.cluster.tiered import TieredExecutor  # which knows this module
+
+            return TieredExecutor(blocks, limits, incarnation)
         if self.num_stages > 1:
             return PipelinedExecutor(blocks, limits, incarnation, host, max_in_flight=self.num_stages)
         return LeaseExecutor(blocks, limits, incarnation, host)
@@ -154,6 +169,8 @@ class Replica:
         self._landed: list[int] = []  # Finished copies, recorded at the end of the current step.
         self._own_names = itertools.count(1 << 62)
         self._link_free_at = {Residency.DEVICE: 0.0, Residency.HOST: 0.0}
+        if shape.tells_cache:
+            self.executor.tell_cache()
         self._set_up()
         self._connect()
 
@@ -327,7 +344,8 @@ class Replica:
         """Starts the next run, if any request can run."""
         batch = self._prepare(now)
         if batch is not None:
-            self._run = run = StepRun(batch, step_work(batch), self._latency, now, 1)
+            began_at = self._copies[-1][0] if self._copies and self.shape.copies_block else now
+            self._run = run = StepRun(batch, step_work(batch), self._latency, began_at, 1)
             run.end_after(self._steps_until_change(run))
 
     def _prepare(self, now: float) -> StepBatch | None:

@@ -314,7 +314,9 @@ def _arrival(row: TraceRow, arrived_at: float, prompt: str, output: str, app: st
     # max_new_tokens 0 means unknown; ``_bounded`` fills it in once the whole file is read.
     prompt_len = row.length(prompt)
     images = row.images(prompt_len)
-    return SimRequest(f"{app}-{row.line}", arrived_at, prompt_len, row.length(output), 0, app=app, images=images)
+    client = str(row.values.get("client", ""))  # as ServeGen's files have it
+    name = f"{app}-{row.line}"
+    return SimRequest(name, arrived_at, prompt_len, row.length(output), 0, app=app, images=images, application=client)
 
 
 def _timestamp(row: TraceRow) -> float:

@@ -15,6 +15,9 @@ from farsight.core.forecast import Forecast
 from farsight.core.images import ImageSpan
 from farsight.core.request import NO_SLO, Request, SamplingParams, Slo
 
+_KEPT_LEN = 16_384
+"""Longest prompt whose tuple of tokens is kept for others of its length: 4,096 of these are 512 MiB at most."""
+
 _NAME_BITS = 61
 """Bits of a block's name: below the names that replicas give to blocks of outputs (``1 << 62``)."""
 
@@ -99,6 +102,7 @@ class SimRequest:
         tenant, weight, slo, reading_rate: As in ``Request``.
         images: The pictures of its prompt, in their order.
         generated: Output tokens that it comes with: what it had before the run began.
+        session, application: As in ``Request``.
     """
 
     request_id: str
@@ -117,6 +121,8 @@ class SimRequest:
     images: tuple[SimImage, ...] = ()
     generated: int = 0
     reading_rate: float | None = None
+    session: str = ""
+    application: str = ""
 
     def spans(self, block_size: int) -> tuple[ImageSpan, ...]:
         """Where its pictures lie, with KV blocks of so many tokens.
@@ -154,11 +160,17 @@ def as_request(arrival: SimRequest, prefix_hashes: tuple[int, ...] = (), images:
         images=images,
         output_ids=_tokens(arrival.generated),
         reading_rate=arrival.reading_rate,
+        session=arrival.session,
+        application=arrival.application,
     )
 
 
-@lru_cache(maxsize=4096)
 def _tokens(num_tokens: int) -> tuple[int, ...]:
+    return _kept_tokens(num_tokens) if num_tokens <= _KEPT_LEN else (0,) * num_tokens
+
+
+@lru_cache(maxsize=4096)
+def _kept_tokens(num_tokens: int) -> tuple[int, ...]:
     return (0,) * num_tokens
 
 

@@ -128,6 +128,19 @@ class CallMade(BaseModel):
     function: FunctionMade
 
 
+class CustomMade(BaseModel):
+    name: str
+    input: str
+
+
+class CustomCallMade(BaseModel):
+    """A call of a custom tool."""
+
+    id: str
+    type: Literal["custom"] = "custom"
+    custom: CustomMade
+
+
 class ChatAnswer(BaseModel):
     """``content`` is null beside calls without text; ``tool_calls`` and ``reasoning_content`` are there if they hold
     something."""
@@ -136,7 +149,7 @@ class ChatAnswer(BaseModel):
     content: str | None
     refusal: None = None
     reasoning_content: str | None = None
-    tool_calls: list[CallMade] | None = None
+    tool_calls: list[CallMade | CustomCallMade] | None = None
 
     @model_serializer(mode="wrap")
     def _shown(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -399,7 +412,7 @@ def _chat_answer(generation: Generation, text: str, choice: int) -> ChatAnswer:
     if generation.form is None:
         return ChatAnswer(content=content + text)
     reasoning = ""
-    calls: list[CallMade] = []
+    calls: list[CallMade | CustomCallMade] = []
     parts = ChoiceParts(generation.form, generation.response_id, choice, stream=False)
     for part in parts.read(text, ended=True):
         match part:
@@ -408,9 +421,17 @@ def _chat_answer(generation: Generation, text: str, choice: int) -> ChatAnswer:
             case ReasoningPart():
                 reasoning += part.text
             case CallStart():
-                calls.append(CallMade(id=parts.id_of(part), function=FunctionMade(name=part.name, arguments="")))
+                name = part.name
+                if parts.is_custom(part.index):
+                    calls.append(CustomCallMade(id=parts.id_of(part), custom=CustomMade(name=name, input="")))
+                else:
+                    calls.append(CallMade(id=parts.id_of(part), function=FunctionMade(name=name, arguments="")))
             case CallArguments():
-                calls[part.index].function.arguments += part.text
+                match calls[part.index]:
+                    case CallMade() as call:
+                        call.function.arguments += part.text
+                    case CustomCallMade() as custom:
+                        custom.custom.input += part.text
     told = None if calls and not content else content
     return ChatAnswer(content=told, reasoning_content=reasoning or None, tool_calls=calls or None)
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 
+from farsight.core.messages.tokens import TokenDelta
 from farsight.services.api.access.keys import CURRENT, own_salt, owner_of, salt_of, sent_key
 from farsight.services.api.answers.replies import UsageFields, usage_of
 from farsight.services.api.answers.served import ANSWER, AnswerPromise, served, traced
@@ -22,12 +23,15 @@ from farsight.services.api.backend import Generator
 from farsight.services.api.bodies import body_error
 from farsight.services.api.errors import ApiError
 from farsight.services.api.field_groups import PRIORITY_TIER
-from farsight.services.api.fields import shown
+from farsight.services.api.fields import MAX_APPLICATION_CHARS, checked_session, shown
 from farsight.services.api.generate import collect, while_connected
 from farsight.services.api.generation import ChoiceResult, Generation
 from farsight.services.api.requests import generation_of, prompt_ids_of, with_pictures
 from farsight.services.api.schemas import ChatCompletionRequest, CompletionRequest
 from farsight.services.api.text.prompts import PromptEncoder
+
+SESSION_HEADER, APPLICATION_HEADER = "x-session-id", "x-farsight-application"
+"""The conversation that a request is a turn of, and the program that sends it."""
 
 READING_RATE_HEADER = "x-farsight-reading-rate"
 """Tokens a second at which the reader of a stream takes it in."""
@@ -57,8 +61,19 @@ class Running:
         """As ``generation_of``."""
         return await generation_of(body, self.backend.model, self.encoder)
 
-    async def begin(self, generation: Generation, request: Request, id_prefix: str = "") -> Generation:
-        """The generation as it will run: with its images, and under a new id of its answer, which has a promise now.
+    async def begin(
+        self,
+        generation: Generation,
+        request: Request,
+        id_prefix: str = "",
+        response_id: str = "",
+        continues: str = "",
+    ) -> Generation:
+        """The generation as it will run: with its images, and under the id of its answer, which has a promise now.
+
+        Args:
+            response_id: The id, where it is known already; empty for a new one.
+            continues: As in ``Request``.
 
         Raises:
             ClientGone: The client has left while its pictures were read.
@@ -71,7 +86,16 @@ class Running:
         salted = str if self.shares_across_keys else functools.partial(salt_of, key)
         rate = _reading_rate(generation, request.headers.get(READING_RATE_HEADER))
         texts = tuple(text and text.sent_by(key) for text in generation.texts)
-        named = dataclasses.replace(generation, id_prefix=id_prefix, texts=texts).named(owner_of(key), salted, rate)
+        headers = request.headers
+        session = checked_session(SESSION_HEADER, headers.get(SESSION_HEADER, ""))
+        application = headers.get(APPLICATION_HEADER) or headers.get("user-agent", "").partition("/")[0]
+        application = shown(application[:MAX_APPLICATION_CHARS])
+        told = {"application": application, "continues": continues}
+        prompts = tuple(
+            dataclasses.replace(each, session=session or each.session, **told) for each in generation.prompts
+        )
+        generation = dataclasses.replace(generation, id_prefix=id_prefix, texts=texts, prompts=prompts)
+        named = generation.named(owner_of(key), salted, rate, response_id)
         served(named.response_id)
         ANSWER.set(AnswerPromise(len(named.requests)))
         return traced(_served_as(named))
@@ -82,18 +106,23 @@ class Running:
         generation: Generation,
         writer: AnswerWriter,
         keep: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
+        *,
+        saw: Callable[[TokenDelta], None] | None = None,
+        stream: type[EventStream] = EventStream,
     ) -> Response:
         """The answer, as a stream or as a whole.
 
         Args:
             keep: Stores a whole answer before it is sent.
+            saw: Called with each delta of a whole answer when it comes.
+            stream: How a stream is sent.
 
         Raises:
             ClientGone: The client has disconnected.
         """
         if generation.stream:
-            return EventStream(chunks(self.backend, generation, writer), failure=writer.failure)
-        results = await while_connected(request.receive, collect(self.backend, generation))
+            return stream(chunks(self.backend, generation, writer), failure=writer.failure)
+        results = await while_connected(request.receive, collect(self.backend, generation, saw))
         headers = MutableHeaders()
         promise = ANSWER.get()
         if promise is not None:

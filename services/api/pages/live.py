@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
 from farsight.core.decisions import Facts, unpack_decisions
-from farsight.core.messages.live import LiveView
+from farsight.core.messages.live import LiveView, SessionsQuery, SessionsView
 from farsight.core.messages.placement import PlacementView
 from farsight.core.messages.series import (
     ComponentsQuery,
@@ -35,9 +35,12 @@ from farsight.services.api.pages.explain import RESPONSE_ID, Explanation, explan
 from farsight.services.api.pages.sentences import sentence
 
 MAX_ROWS = 200
-"""Requests of each replica in one answer."""
+"""Requests of each replica, and sessions, in one answer."""
 
-FOR_S = {"status": 1.5, "requests": 0.75, "placement": 0.75, "series": 0.75, "replicas": 0.75, "components": 0.75}
+FOR_S = {
+    **{"status": 1.5, "requests": 0.75, "placement": 0.75, "series": 0.75, "replicas": 0.75, "components": 0.75},
+    "sessions": 1.5,
+}
 """The parts, and for how long pages share each. ``/status`` is always of now."""
 
 MOST_KEYS = 6
@@ -45,7 +48,7 @@ MOST_KEYS = 6
 
 MAX_DECISIONS = 60
 
-_LIVE, _PLACEMENT = TypeAdapter(LiveView), TypeAdapter(PlacementView)
+_LIVE, _PLACEMENT, _SESSIONS = TypeAdapter(LiveView), TypeAdapter(PlacementView), TypeAdapter(SessionsView)
 
 Lines = dict[str, list[float | None]]
 """Values by the name of their line, one a point, null where there is none."""
@@ -196,6 +199,9 @@ class LiveParts:
                 return _LIVE.dump_json(await operator.live(MAX_ROWS))
             case "placement":
                 return _PLACEMENT.dump_json(await operator.answer("the Router", operator.router.placement()))
+            case "sessions":
+                found = operator.router.sessions(SessionsQuery(MAX_ROWS))
+                return _SESSIONS.dump_json(await operator.answer("the Router", found))
             case "series":
                 return (await self._series(asked.span)).model_dump_json().encode()
             case "replicas":
@@ -292,6 +298,10 @@ def live_routes(generator: Generator, operator: Operator) -> APIRouter:
     @router.get("/live/components", response_model=Components)
     async def components(kind: Kind, step: Step = "second", after: After = 0.0) -> Response:
         return await one("components", step, after, kind)
+
+    @router.get("/live/sessions", response_model=SessionsView)
+    async def sessions() -> Response:
+        return await one("sessions")
 
     @router.get("/live/requests", response_model=LiveView)
     async def requests() -> Response:

@@ -82,6 +82,14 @@ def _seconds(facts: Facts, name: str) -> str:
 
 
 def _placed(facts: Facts) -> str:
+    said = _where(facts)
+    if "session" not in facts:
+        return said
+    new = f"{_tokens(facts, 'new_tokens')} of the prompt {'is' if facts.get('new_tokens') == 1 else 'are'} new to it"
+    return f"{said} It is turn {_number(facts.get('turn', 1))} of session {facts['session']}; {new}."
+
+
+def _where(facts: Facts) -> str:
     waited = f" after {_seconds(facts, 'waited_s')} with no replica available" if "waited_s" in facts else ""
     where = f"The router placed it on replica {facts.get('replica', '?')}{waited}"
     reason = str(facts.get("reason", ""))
@@ -282,8 +290,18 @@ def _finished(facts: Facts) -> str:
     times = f"{_plural(facts, 'num_drops', 'drop')} and {_plural(facts, 'num_offloads', 'offload')} of its KV"
     took = f"the steps it took part in lasted {_seconds(facts, 'ran_s')}"
     return (
-        f"Ended ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}{predicted}; {took}, {times}; {cached}."
+        f"Ended ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}{predicted}; {took}, {times}; "
+        f"{cached}{_brought(facts)}."
     )
+
+
+def _brought(facts: Facts) -> str:
+    if "brought_tokens" not in facts:
+        return ""
+    computed = f" instead of {_seconds(facts, 'compute_s')}" if facts.get("compute_s") else ""
+    come = "token" if facts.get("prompt_tokens") == 1 else "tokens"
+    where = f"{_count(facts, 'brought_tokens')} of {_count(facts, 'prompt_tokens')} {come} came back"
+    return f"; {where} from {facts.get('brought_from')} in {_seconds(facts, 'brought_s')}{computed}"
 
 
 def _answered(facts: Facts) -> str:

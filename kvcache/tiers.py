@@ -1,0 +1,486 @@
+"""KV that outlives its request: which blocks lie in which tier below the device's pool, and what comes back.
+
+A block that no sequence holds any more stays cached on the device until its memory is needed. Here is what lies below:
+a host tier, and files on a disk. The object decides and counts; a shell moves the bytes. It knows no clock: ``now``
+comes in, and so do the seconds that moves took. The simulator and the worker run the same object.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.core.messages.kv import BlockName
+from farsight.core.request import Residency
+
+HOUR_S = 3600.0
+
+MOST_SAVED = 16
+"""Most blocks of one order to save; the device holds these blocks until they are copied."""
+
+EAGER_SHARE = 0.5
+"""Share of the hour's writes that is kept until the host tier is nearly full: blocks that leave it would be lost."""
+
+NEARLY_FULL = 0.75
+
+_FEW_UNSAVED = 1024
+
+MEMORY = 0.9
+"""Weight of what was measured before, at each new measurement of a price."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """
+    Attributes:
+        host_blocks: Blocks of the host tier; 0 for none.
+        disk_blocks: Blocks of the disk tier; 0 for none.
+        owner_blocks: Blocks of one owner on the disk at most; 0 for no limit of its own.
+        block_bytes: Bytes of a block.
+        write_bytes_per_hour: Bytes written to the disk in an hour at most; 0 for no limit.
+    """
+
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    owner_blocks: int = 0
+    block_bytes: int = 0
+    write_bytes_per_hour: int = 0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if getattr(self, each.name) < 0:
+                raise InvalidValueError(each.name, getattr(self, each.name), "an integer >= 0")
+
+
+@dataclass(slots=True)
+class TierPrices:
+    """What it takes to compute a token and to bring a block back, as measured.
+
+    Attributes:
+        prefill_token_s: Wall seconds of a prompt token at the present load: steps also decode. None before a step
+            with prompts was measured.
+        host_block_s, disk_block_s: Seconds of a block that comes back from the tier; 0 before it was measured.
+    """
+
+    prefill_token_s: float | None = None
+    host_block_s: float = 0.0
+    disk_block_s: float = 0.0
+    _tokens: float = 0.0
+    _prompt_s: float = 0.0
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Learns from a step that has computed prompt tokens."""
+        self._tokens = MEMORY * self._tokens + num_tokens
+        self._prompt_s = MEMORY * self._prompt_s + seconds
+        self.prefill_token_s = self._prompt_s / self._tokens
+
+    def brought(self, num_host: int, num_disk: int, seconds: float) -> None:
+        """Learns from blocks that came back together; the disk took what the host tier's do not explain."""
+        if num_disk:
+            own_s = max(0.0, seconds - num_host * self.host_block_s) / num_disk
+            self.disk_block_s = _blend(self.disk_block_s, own_s)
+        else:
+            self.host_block_s = _blend(self.host_block_s, seconds / num_host)
+
+    def block_s(self, tier: Residency) -> float:
+        """Returns the seconds of a block that comes back from this tier."""
+        return self.disk_block_s if tier is Residency.DISK else self.host_block_s
+
+
+def _blend(known: float, new: float) -> float:
+    return MEMORY * known + (1 - MEMORY) * new if known else new
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounts:
+    """Blocks so far; the numbers only rise.
+
+    Attributes:
+        host_saved, disk_saved: Written to the tier.
+        host_brought, disk_brought: Brought back from it.
+        damaged: Found damaged, short or missing when they were read, and dropped.
+        evicted: Dropped from the disk for want of room.
+        unsaved: Lost before they were saved, as where the hour's bytes are used up.
+    """
+
+    host_saved: int = 0
+    disk_saved: int = 0
+    host_brought: int = 0
+    disk_brought: int = 0
+    damaged: int = 0
+    evicted: int = 0
+    unsaved: int = 0
+
+
+class Return(NamedTuple):
+    """Blocks of a prompt that are worth bringing back: those that follow what the device has.
+
+    Attributes:
+        tiers: Where each block lies, in their order.
+        seconds: Expected seconds to bring them back, behind what comes back already.
+        compute_s: Expected seconds to compute them; None before anything was measured.
+    """
+
+    tiers: tuple[Residency, ...]
+    seconds: float
+    compute_s: float | None
+
+
+class Save(NamedTuple):
+    """An order to write blocks to a lower tier.
+
+    Attributes:
+        source: DEVICE, or HOST for blocks that go on to the disk.
+        to: HOST or DISK.
+    """
+
+    source: Residency
+    to: Residency
+    blocks: tuple[BlockName, ...]
+
+
+class TierIndex:
+    """The blocks of one tier, least recently used first.
+
+    Whoever touches a chain does so from its end, so that a block leaves before its parent.
+
+    Args:
+        capacity: Most blocks.
+        quota: Most blocks of one owner; 0 for no limit of its own.
+    """
+
+    def __init__(self, capacity: int, quota: int = 0) -> None:
+        self.capacity, self.quota = capacity, quota or capacity
+        self._by_owner: dict[str, dict[int, tuple[int, BlockName]]] = {}
+        self._owners: dict[int, str] = {}  # by name
+        self._uses = 0
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __contains__(self, name: int) -> bool:
+        return name in self._owners
+
+    def blocks(self) -> Iterator[BlockName]:
+        """Yields all blocks, owner by owner, least recently used first."""
+        for entries in self._by_owner.values():
+            yield from (block for _, block in entries.values())
+
+    def block(self, name: int) -> BlockName:
+        """Returns the full name of a block that is here."""
+        return self._by_owner[self._owners[name]][name][1]
+
+    def num_blocks(self, owner: str) -> int:
+        """Returns how many blocks an owner has."""
+        return len(self._by_owner.get(owner, ()))
+
+    def put(self, block: BlockName) -> None:
+        """Adds a block, or counts another use of it; it keeps its first owner."""
+        known = self.remove(block.name)
+        block = block if known is None else known
+        self._uses += 1
+        self._owners[block.name] = block.owner
+        self._by_owner.setdefault(block.owner, {})[block.name] = (self._uses, block)
+
+    def touch(self, names: Iterable[int]) -> None:
+        """Counts a use of each block that is here, the first as the oldest."""
+        owners, by_owner, uses = self._owners, self._by_owner, self._uses
+        for name in names:  # thousands a turn
+            owner = owners.get(name)
+            if owner is not None:
+                uses += 1
+                entries = by_owner[owner]
+                entries[name] = uses, entries.pop(name)[1]
+        self._uses = uses
+
+    def remove(self, name: int) -> BlockName | None:
+        """Takes a block out; None if it is not here."""
+        owner = self._owners.pop(name, None)
+        if owner is None:
+            return None
+        entries = self._by_owner[owner]
+        _, block = entries.pop(name)
+        if not entries:
+            del self._by_owner[owner]
+        return block
+
+    def excess(self, owner: str, apart: Collection[int]) -> BlockName | None:
+        """Takes out the block that leaves next if the tier or this owner has too many; None if neither has.
+
+        Args:
+            apart: Names of blocks that leave after all others.
+        """
+        if self.num_blocks(owner) > self.quota:
+            return self.remove(self._oldest((owner,), apart))
+        return self.remove(self._oldest(self._by_owner, apart)) if len(self) > self.capacity else None
+
+    def _oldest(self, owners: Iterable[str], apart: Collection[int]) -> int:
+        heads = []
+        for owner in owners:
+            entries = self._by_owner[owner]
+            head = next((entry for name, entry in entries.items() if name not in apart), None)
+            first = next(iter(entries.values()))
+            heads.append((head is None, *(first if head is None else head)))
+        return min(heads)[2].name
+
+
+class KVTiers:
+    """The tiers below one device's pool.
+
+    Shell protocol, all between steps: ``tick``; ``ended`` when a sequence has ended; ``next_save`` until it returns
+    None, each answered by ``saved``; ``worth`` for a sequence about to start, then ``begin_return`` and ``returned``;
+    ``take_dropped`` gives what is to be deleted.
+
+    Attributes:
+        host, disk: What lies there; where the host has no tier of its own, blocks on their way to the disk.
+        counts: Blocks moved so far.
+        outcomes: By the number of a copy, how many of its blocks, the first ones, came back as they were, and in how
+            many seconds; 0 for blocks that could not be written. The shell says so where it is not all of them, or
+            where it has measured.
+    """
+
+    def __init__(self, limits: TierLimits, prices: TierPrices | None = None) -> None:
+        self.limits = limits
+        self.prices = TierPrices() if prices is None else prices
+        self.host = TierIndex(limits.host_blocks or MOST_SAVED)
+        self.disk = TierIndex(limits.disk_blocks, min(limits.owner_blocks, limits.disk_blocks))
+        self.counts = TierCounts()
+        self.outcomes: dict[int, tuple[int, float | None]] = {}
+        self._unsaved: dict[int, BlockName] = {}  # ended sequences' blocks, in the order in which they are saved
+        self._most_unsaved = _FEW_UNSAVED
+        self._leaving: deque[BlockName] = deque()  # of the host tier, on to the disk
+        self._saving: set[int] = set()
+        self._waiting: dict[str, tuple[int, ...]] = {}
+        self._apart: Counter[int] = Counter()  # names of waiting turns, and of blocks on their way
+        self._coming_s = 0.0
+        self._dropped: list[tuple[Residency, BlockName]] = []
+        self._now = 0.0
+        self._may_write = float(limits.write_bytes_per_hour)
+
+    def count(self, **more: int) -> None:
+        """Adds to ``counts``."""
+        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + n for name, n in more.items()})
+
+    def tick(self, now: float) -> None:
+        """Says the time, in seconds of a monotonic clock."""
+        per_hour = self.limits.write_bytes_per_hour
+        self._may_write = min(per_hour, self._may_write + per_hour * max(0.0, now - self._now) / HOUR_S)
+        self._now = max(self._now, now)
+
+    def learn(self, blocks: Iterable[BlockName]) -> None:
+        """Takes over blocks that lie on the disk, least recently used first: at a start, or from another worker."""
+        for block in blocks:
+            self.disk.put(block)
+            self._bound(Residency.DISK, block.owner)
+
+    def tier_of(self, name: int) -> Residency | None:
+        """Returns the fastest tier that holds a block; None where none does."""
+        if name in self.host:
+            return Residency.HOST
+        return Residency.DISK if name in self.disk else None
+
+    def block(self, name: int) -> BlockName:
+        """Returns the full name of a block that a tier holds."""
+        index = self.host if name in self.host else self.disk
+        return index.block(name)
+
+    # -- Upwards
+
+    def wait(self, request_id: str, names: Sequence[int]) -> None:
+        """Keeps the blocks of a turn that waits apart: they leave after all others. ``leave`` ends that."""
+        if request_id not in self._waiting:
+            self._waiting[request_id] = tuple(names)
+            self._apart.update(names)
+            self._touch(names)
+
+    def leave(self, request_id: str) -> None:
+        """Ends ``wait``: the turn has started, or is gone."""
+        self._release(self._waiting.pop(request_id, ()))
+
+    def _release(self, names: Iterable[int]) -> None:
+        for name in names:
+            self._apart[name] -= 1
+            if not self._apart[name]:
+                del self._apart[name]
+
+    def _touch(self, names: Sequence[int]) -> None:
+        for index in (self.host, self.disk):
+            if len(index):
+                index.touch(reversed(names))
+
+    def worth(self, names: Sequence[int], first: int, end: int, block_size: int) -> Return | None:
+        """Returns the blocks from ``first`` on that come back cheaper than they are computed; None if none does.
+
+        Of all beginnings of the chain that lies below without a gap, it is the one that saves most. Before a price is
+        known, what lies below comes back.
+        """
+        token_s = self.prices.prefill_token_s
+        computed_s = 0.0 if token_s is None else token_s * block_size
+        tiers: list[Residency] = []
+        seconds, best, best_s, most_saved = self._coming_s, 0, 0.0, 0.0
+        for name in names[first:end]:
+            tier = self.tier_of(name)
+            if tier is None:
+                break
+            tiers.append(tier)
+            seconds += self.prices.block_s(tier)
+            saved = len(tiers) * computed_s - seconds
+            if token_s is None or saved > most_saved:
+                best, best_s, most_saved = len(tiers), seconds, saved
+        if not best:
+            return None
+        return Return(tuple(tiers[:best]), best_s, None if token_s is None else computed_s * best)
+
+    def begin_return(self, names: Sequence[int], expected: Return) -> None:
+        """Books that these blocks are on their way to the device."""
+        self._apart.update(names)
+        self._touch(names)
+        self._coming_s += sum(map(self.prices.block_s, expected.tiers))
+
+    def returned(self, names: Sequence[int], expected: Return, num_good: int, seconds: float | None = None) -> None:
+        """Books the end of a return.
+
+        Args:
+            names: As of ``begin_return``.
+            num_good: The first so many blocks came back; the one after them was damaged or missing.
+            seconds: What it took; None where the shell has not measured it.
+        """
+        self._release(names)
+        self._coming_s = max(0.0, self._coming_s - sum(map(self.prices.block_s, expected.tiers)))
+        tiers = Counter(expected.tiers[:num_good])
+        self.count(host_brought=tiers[Residency.HOST], disk_brought=tiers[Residency.DISK])
+        if num_good < len(names):
+            self.lost(names[num_good])
+        if seconds is not None and num_good:
+            self.prices.brought(tiers[Residency.HOST], tiers[Residency.DISK], seconds)
+
+    def lost(self, name: int) -> None:
+        """Drops a block that was damaged, short or missing; its successors are of no use until it is saved again."""
+        self.count(damaged=1)
+        for tier, index in ((Residency.HOST, self.host), (Residency.DISK, self.disk)):
+            block = index.remove(name)
+            if block is not None:
+                self._dropped.append((tier, block))
+
+    # -- Downwards
+
+    def ended(self, blocks: Iterable[BlockName]) -> None:
+        """Remembers the full blocks of a sequence that has ended, parents first: those that no tier has are saved."""
+        known = []
+        for block in blocks:
+            if self.tier_of(block.name) is not None:
+                known.append(block.name)
+            elif block.name not in self._saving:
+                self._unsaved.setdefault(block.name, block)
+        self._touch(known)
+
+    def next_save(self, is_cached: Callable[[int], bool]) -> Save | None:
+        """Returns the next order to save blocks; None where nothing is to be saved, or nothing may be written now.
+
+        A block goes to the host, and from there to the disk. Where the host has no tier, it only passes through.
+
+        Args:
+            is_cached: Whether the device still has a block.
+        """
+        save = self._next_leaving()
+        if save is None and not (self._passes and self.host):
+            save = self._next_unsaved(is_cached)
+        if save is not None:
+            self._saving.update(block.name for block in save.blocks)
+        return save
+
+    @property
+    def _passes(self) -> bool:
+        return not self.limits.host_blocks
+
+    def _room_to_write(self, kept_share: float) -> int:
+        """Counts the blocks that may be written to the disk now, besides a share of the hour's bytes."""
+        per_hour, size = self.limits.write_bytes_per_hour, self.limits.block_bytes
+        if not per_hour or not size:
+            return MOST_SAVED
+        return min(MOST_SAVED, max(0, int(self._may_write - kept_share * per_hour) // size))
+
+    def _next_leaving(self) -> Save | None:
+        is_full = len(self.host) >= NEARLY_FULL * self.host.capacity
+        room = self._room_to_write(0.0 if is_full or self._passes else EAGER_SHARE)
+        blocks = list[BlockName]()
+        while self._leaving and len(blocks) < room:
+            block = self._leaving.popleft()
+            if block.name in self.host and block.name not in self.disk and block.name not in self._saving:
+                blocks.append(block)
+        self._may_write -= len(blocks) * self.limits.block_bytes
+        return Save(Residency.HOST, Residency.DISK, tuple(blocks)) if blocks else None
+
+    def _next_unsaved(self, is_cached: Callable[[int], bool]) -> Save | None:
+        if len(self._unsaved) > self._most_unsaved:  # blocks that the device has evicted may lie behind the first
+            known = len(self._unsaved)
+            self._unsaved = {name: block for name, block in self._unsaved.items() if is_cached(name)}
+            self._most_unsaved = max(_FEW_UNSAVED, 2 * len(self._unsaved))
+            self.count(unsaved=known - len(self._unsaved))
+        room, blocks = self._room_to_write(0.0) if self._passes else MOST_SAVED, list[BlockName]()
+        while self._unsaved and len(blocks) < room:
+            name = next(iter(self._unsaved))
+            block = self._unsaved.pop(name)
+            if is_cached(name):
+                blocks.append(block)
+            else:
+                self.count(unsaved=1)
+        return Save(Residency.DEVICE, Residency.HOST, tuple(blocks)) if blocks else None
+
+    def saved(self, save: Save, *, failed: bool = False, spoiled: Collection[int] = ()) -> None:
+        """Books the end of an order to save blocks; what could not be written is no longer tried.
+
+        Args:
+            spoiled: Names of blocks that were overwritten while they were read.
+        """
+        self._saving.difference_update(block.name for block in save.blocks)
+        good = [block for block in save.blocks if not failed and block.name not in spoiled]
+        self.count(unsaved=len(save.blocks) - len(good))
+        if save.to is Residency.HOST:
+            self._dropped += [(Residency.HOST, block) for block in save.blocks if block.name in spoiled]
+            self.count(host_saved=len(good))
+            if self.limits.disk_blocks:
+                self._leaving.extend(good)
+        else:
+            self.count(disk_saved=len(good))
+            if self._passes:
+                self._dropped += [(Residency.HOST, block) for block in save.blocks if self.host.remove(block.name)]
+        index = self.host if save.to is Residency.HOST else self.disk
+        for block in reversed(good):
+            index.put(block)
+        for owner in {block.owner for block in good}:
+            self._bound(save.to, owner)
+
+    def _bound(self, tier: Residency, owner: str) -> None:
+        index = self.host if tier is Residency.HOST else self.disk
+        while (block := index.excess(owner, self._apart)) is not None:
+            self._dropped.append((tier, block))
+            if tier is Residency.DISK:
+                self.count(evicted=1)
+            elif block.name not in self.disk:
+                self.count(unsaved=1)
+
+    def drop_owner(self, owner: str) -> None:
+        """Drops all blocks of a tenant: his key is deleted, or an operator clears them."""
+        for tier, index in ((Residency.HOST, self.host), (Residency.DISK, self.disk)):
+            for block in [each for each in index.blocks() if each.owner == owner]:
+                index.remove(block.name)
+                self._dropped.append((tier, block))
+        for block in [each for each in self._unsaved.values() if each.owner == owner]:
+            del self._unsaved[block.name]
+
+    def take_dropped(self) -> list[tuple[Residency, BlockName]]:
+        """Takes the blocks whose bytes are to be deleted, and where."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every tier keeps its bounds and blocks apart belong to someone."""
+        for index in (self.host, self.disk):
+            if len(index) > index.capacity:
+                raise IntegrityError(f"{len(index)} blocks in a tier of {index.capacity}")
+        if min(self._apart.values(), default=1) < 1:
+            raise IntegrityError("blocks are kept apart for no one")
