@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -310,12 +311,12 @@ def _scaled(experiment: Experiment, config: Path | None, max_replicas: int | Non
     bounds = ModelConfig() if config is None else load_config(config, {}).model
     least = experiment.num_replicas if max_replicas is not None else bounds.min_replicas
     most = bounds.max_replicas if max_replicas is None else max_replicas
+    if not 0 <= start_s < math.inf:
+        raise ConfigError("--replica-start-s", start_s, "seconds >= 0")
     if not most:
         return experiment
     if most < experiment.num_replicas:
         raise ConfigError("--max-replicas", most, f"at least --replicas, {experiment.num_replicas}")
-    if not start_s >= 0:
-        raise ConfigError("--replica-start-s", start_s, "seconds >= 0")
     places = max_running(experiment.preset, experiment.max_num_seqs, experiment.batch.batch_size)
     delays = bounds.target_queue_delay_s, bounds.scale_down_after_s
     return replace(experiment, scaling=Scaling(least, most, *delays, places, start_s))
