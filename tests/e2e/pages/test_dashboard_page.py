@@ -176,7 +176,7 @@ def test_large_figures_come_first(page: Page, live: LiveServer) -> None:
         ("waiting", "3", "12 running; at most 3 waited"),
         ("kv-memory", "39 %", "3 of 8 blocks; peak 90 % predicted"),
         ("abandoned", "3, 6", "6.0 % of all; 12 refusals"),
-        ("cost", "0.06 s / 1,000", "device seconds by output tokens; busy 40 %"),
+        ("cost", "0.06 s / 1k", "device seconds per 1,000 output tokens; busy 40 %"),
     ):
         expect(page.get_by_test_id(f"figure-{label}").locator("dd")).to_have_text([number, below])
     first = page.get_by_test_id("figure-first-token")
