@@ -82,6 +82,7 @@ class WorkerMirror:
         self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
         self._services: dict[str, float] = {}  # the worker's sums by tenant, as last told
         self.num_prompt_tokens = 0
+        self.gpu_s = 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -206,6 +207,7 @@ class WorkerMirror:
             if more_s > 0:
                 self._services[each.tenant] = each.gpu_s
                 grown.append((each.tenant, more_s))
+                self.gpu_s += more_s
         return grown
 
     def apply_progress(self, scheduled: ScheduledRequest, progress: SlotProgress, now: float) -> float:

@@ -104,7 +104,6 @@ class ReplicaScheduler:
         self.limits = limits
         self._mirror = mirror = WorkerMirror(policies.order.changed)
         self.shares = shares = FairShares(limits.max_num_seqs)
-        self.gpu_s = 0.0  # of all requests so far
         self.places = places = PlaceLimit(limits.max_num_seqs, limits.max_num_seqs)
         self._trace = DecisionTrace(policies, places, mirror.requests, mirror.admitted, shares)
         self._promises = PromiseMaker(limits.max_num_seqs)
@@ -123,8 +122,8 @@ class ReplicaScheduler:
         return len(self._mirror.admitted)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self._mirror.num_prompt_tokens
+    def spent(self) -> tuple[int, float]:  # prompt tokens computed or found cached, and GPU-seconds, so far
+        return self._mirror.num_prompt_tokens, self._mirror.gpu_s
 
     @property
     def num_running(self) -> int:
@@ -397,7 +396,6 @@ class ReplicaScheduler:
     def _charge(self, services: Iterable[TenantService]) -> None:
         for tenant, gpu_s in self._mirror.apply_services(services):
             self.shares.charge(tenant, gpu_s)
-            self.gpu_s += gpu_s
 
     def _book_place(self, scheduled: ScheduledRequest, progress: SlotProgress) -> Iterator[Fact]:
         """Books a place that the worker has given by itself, or an offload that it has refused."""
