@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 BITS = {"full": 0, "float": 0, "int8": 8, "int4": 4}
 """What ``engine.weights`` rounds the matrices to; 0 leaves them."""
 
+BY_ARRIVAL = SchedulerConfig(preset="fcfs")
+"""Policies where a caller names none: a server's default looks ahead by forecasts, which an engine alone has not."""
+
 DEFAULT_SPECULATION = "ngram"
 """The part that ``engine.speculation = "auto"`` stands for where steps are exact."""
 
@@ -111,7 +114,7 @@ def build_worker(
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
     """
-    scheduler = scheduler or SchedulerConfig()
+    scheduler = scheduler or BY_ARRIVAL
     static = scheduler.execution == "static"
     swaps = swaps_kv(scheduler)
     _check_tiers(engine, mesh_size=1 if ranks is None else ranks.mesh.size, static=static)
