@@ -102,7 +102,7 @@ class SlowCopier:
             num_good = 0
             for block, target in zip(copy.names, copy.target, strict=True):
                 row = self._rows.get(block) or world.disk.get(block)
-                if row is None or failed or world.tier_rng.random() < 0.02:
+                if row is None or failed or world.tier_rng.random() < 0.1:
                     break
                 device[target] = list(row)
                 num_good += 1

@@ -28,6 +28,7 @@ from farsight.kvcache.tiers import KVTiers, TierCounts
 
 IDENTITY = KVIdentity("llama", "a1", "float32", "full", "1.0", 32, 4096)
 SIZE = 16
+NIGHTLY = pytest.mark.nightly
 
 
 def block_bytes(model: Path, settings: Mapping[str, object]) -> int:
@@ -96,7 +97,13 @@ def converse(talker: Talker, turns: int = 3) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("shape", "backend"),
-    [("gqa", "auto"), ("latents", "auto"), ("long_window", "auto"), ("gqa", "torch")],
+    [
+        ("gqa", "auto"),
+        *(
+            pytest.param(*each, marks=NIGHTLY)
+            for each in (("latents", "auto"), ("long_window", "auto"), ("gqa", "torch"))
+        ),
+    ],
 )
 def test_texts_are_the_same_and_little_is_computed_twice(
     saved: Callable[[str], Path], tmp_path: Path, shape: str, backend: str
@@ -112,6 +119,7 @@ def test_texts_are_the_same_and_little_is_computed_twice(
         assert {stat.S_IMODE(Path(folder, file).stat().st_mode) for file in files} <= {0o600}
 
 
+@NIGHTLY
 def test_int8_kv_and_a_host_tier(saved: Callable[[str], Path], tmp_path: Path) -> None:
     model = saved("gqa")
     expected = converse(Talker(model, None, kv_dtype="int8"))
@@ -178,6 +186,7 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+@NIGHTLY
 @pytest.mark.parametrize(
     "settings", [{"block_size": 32}, {"kv_dtype": "int8"}, {"weights": "int8"}, {"backend": "torch"}]
 )
