@@ -85,7 +85,8 @@ def test_defaults_are_those_of_transformers(architecture, tmp_path):
     kv_heads = 1 if architecture == "FalconForCausalLM" else heads  # transformers names none where there is one
     assert config.num_attention_heads == heads
     assert config.num_key_value_heads == reference.get("num_key_value_heads", kv_heads)
-    assert config.head_dim == (reference.get("head_dim") or asked.get("head_dim") or reference_config.hidden_size // heads)
+    head_dim = reference.get("head_dim") or asked.get("head_dim") or reference_config.hidden_size // heads
+    assert config.head_dim == head_dim
     assert config.checkpoint_dtype == "float32"
     if config.rotary is not None and "rope_parameters" in reference:
         rope = reference["rope_parameters"]
