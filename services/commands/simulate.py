@@ -93,7 +93,7 @@ _WITH_CONFIG = ("config", "out", "plot", "as_json")
 
 def simulate(
     context: typer.Context,
-    preset: Annotated[str | None, typer.Option(help="Scheduling preset (default: farsight, or the server's).")] = None,
+    preset: Annotated[str | None, typer.Option(help="Scheduling preset (default: fcfs, or the server's).")] = None,
     trace: TraceOption = "sharegpt-like",
     requests: RequestsOption = None,
     rate: RateOption = None,
