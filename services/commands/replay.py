@@ -219,8 +219,8 @@ def _title(settings: ReplaySettings, traffic: ReplayTraffic, given: _Given) -> s
     load = f", a new conversation every {settings.every_s:g} s" if traffic.is_closed else ""
     return (
         f"{given.trace.name}, part {given.part}: {counted(traffic.num_turns, 'turn')}{load}; {experiment.preset}, "
-        f"prices {given.prices}; {experiment.kv_tokens:,} tokens of KV on the device, {below.host_tokens:,} on the host, "
-        f"{below.disk_tokens:,} on disk"
+        f"prices {given.prices}; {experiment.kv_tokens:,} tokens of KV on the device, "
+        f"{below.host_tokens:,} on the host, {below.disk_tokens:,} on disk"
     )
 
 
