@@ -22,9 +22,10 @@ ROOM_TESTS_simulator = tests/sim
 FAST = $(addprefix tests/unit/,core tokenization kvcache policies predictor estimator) tests/sim
 # Where Python is told to write no bytecode, each process of each server under test would compile everything again.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 25
-CODE = farsight/*.py core tokenization kvcache policies predictor estimator engine actors simulator services lab benchmarks tools tests examples
+ROOMS = core tokenization kvcache policies predictor estimator engine actors simulator services
+CODE = farsight/*.py $(ROOMS) lab benchmarks tools tests examples
 
-.PHONY: help setup setup-dev serve test test-fast test-nightly test-package test-clients test-attack test-sanitized test-races coverage check check-types check-rest format clean
+.PHONY: help setup setup-dev serve test test-fast test-nightly test-package test-clients test-attack test-sanitized test-races coverage check check-types check-rest site format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,8 +86,12 @@ check-rest: setup-dev
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/lint-imports --no-cache
-	$(VENV)/bin/mkdocs build --strict
+	$(MAKE) --no-print-directory site
 	$(VENV)/bin/python -m tools.prose_check
+
+site: setup-dev ## Write the site of the documentation to build/site, which needs no server and no network
+	$(VENV)/bin/zensical build --clean --strict
+	$(VENV)/bin/python -m tools.reference.site
 
 format: setup-dev ## Format and fix what can be fixed
 	$(VENV)/bin/ruff check --fix $(CODE)
@@ -102,6 +107,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -q torch==$(TORCH_VERSION) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 	$(PIP) -q -c constraints.txt -e .
+# So that not even the first command compiles them, nor each one where Python is told to write no bytecode.
+	$(VENV)/bin/python -m compileall -q $(ROOMS)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -73,18 +73,12 @@ def ordered_pairs(scores: Sequence[float], lens: Sequence[int]) -> float:
 
 def clients(file: Path, least: float, num_blocks: int = 4) -> Iterator[Row]:
     """Forecasts a trace whose clients are visible and whose texts are not, each block by what ended before it."""
-    with gzip.open(file, "rt") as lines:
-        next(lines)
-        fields = [line.split(",") for line in lines]
-    seen = [
-        Ended(ForecastQuestion(str(i), "", "", int(row[2]), int(row[2]), 1 << 20, call=CallForm(row[1])), int(row[3]))
-        for i, row in enumerate(fields)
-    ]
+    seen = read_clients(file)
     size = len(seen) // (num_blocks + 1)
     shares, each_ms = [], 0.0
     for begin in range(size, num_blocks * size + 1, size):
         predictor = fitted(seen[:begin])
-        made, each_ms = _forecasts(predictor, seen[begin : begin + size])
+        made, each_ms = forecasts(predictor, seen[begin : begin + size])
         ranks = [each.mean if each.rank is None else each.rank for each in made]
         shares.append(ordered_pairs(ranks, [each.output_len for each in seen[begin : begin + size]]))
     name = file.name.removesuffix(".csv.gz")
@@ -149,7 +143,7 @@ def _learned(ended: Sequence[Ended], num: int) -> dict[str, Scored]:
             before = predictor.forecast([each.question for each in batch])
             asked = [_prefilled(each, made) for each, made in zip(batch, before, strict=True)]
             regression.learn([(each, done.output_len) for each, done in zip(asked, batch, strict=True)])
-    made, each_ms = _forecasts(fitted(ended[:num]), test)
+    made, each_ms = forecasts(fitted(ended[:num]), test)
     history = HistoryPredictor()
     history.learn([each.output_len for each in ended[:num]])
     marginal = forecast_points(history.current())
@@ -170,7 +164,18 @@ def _prefilled(ended: Ended, before: Forecast) -> StateQuestion:
     return StateQuestion(question.request_id, question.prompt_len, question.max_new_tokens, before, ended.state)
 
 
-def _forecasts(predictor: TextPredictor, asked: Sequence[Ended]) -> tuple[list[Forecast], float]:
+def read_clients(file: Path) -> list[Ended]:
+    """Reads a trace whose clients are visible and whose texts are not, in the order of its arrivals."""
+    with gzip.open(file, "rt") as lines:
+        next(lines)
+        fields = [line.split(",") for line in lines]
+    return [
+        Ended(ForecastQuestion(str(i), "", "", int(row[2]), int(row[2]), 1 << 20, call=CallForm(row[1])), int(row[3]))
+        for i, row in enumerate(fields)
+    ]
+
+
+def forecasts(predictor: TextPredictor, asked: Sequence[Ended]) -> tuple[list[Forecast], float]:
     """Returns the forecasts, and the milliseconds of processor time of each."""
     began = time.process_time()
     made: list[Forecast] = []

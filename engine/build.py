@@ -124,6 +124,9 @@ def build_worker(
         if ranks is not None:
             raise ConfigError("engine.long_factors", engine.long_factors, "served where a replica has several ranks")
         config = config.with_factors_by_request()
+    has_states = isinstance(config, DecoderConfig) and config.state_size > 0
+    if has_states:  # a block of keys and values says nothing of the state behind it
+        engine = dataclasses.replace(engine, prefix_cache=False)
     tokenizer = load_tokenizer(model_dir) if tokenizer is None else tokenizer
     weights = find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights
     if isinstance(config, EncoderConfig):
@@ -164,7 +167,8 @@ def build_worker(
             progress=progress,
         )
     limits = BatchLimits(engine.max_num_seqs, engine.step_tokens)
-    blocks = BlockManager(device.num_blocks, engine.kv_block_size, device.token_bytes * engine.kv_block_size)
+    block_bytes = device.token_bytes * engine.kv_block_size
+    blocks = BlockManager(device.num_blocks, engine.kv_block_size, block_bytes, device.num_states)
     num_slots = device.num_blocks * engine.kv_block_size
     max_model_len = min(device.context_len, num_slots)
     executor: PlanExecutor
@@ -206,7 +210,12 @@ def build_worker(
         grammars=grammars,
         image_inputs=_image_inputs(config, engine, find_rows),
         speculation=_speculation(
-            engine, static=static, num_ranks=1 if ranks is None else ranks.mesh.size, device=device, clock=clock
+            engine,
+            static=static,
+            has_states=has_states,
+            num_ranks=1 if ranks is None else ranks.mesh.size,
+            device=device,
+            clock=clock,
         ),
         long_sequences=_long_sequences(config, max_model_len),
     )
@@ -232,7 +241,7 @@ def _image_inputs(
 
 
 def _speculation(
-    engine: EngineConfig, *, static: bool, num_ranks: int, device: Device, clock: Callable[[], float]
+    engine: EngineConfig, *, static: bool, has_states: bool, num_ranks: int, device: Device, clock: Callable[[], float]
 ) -> DraftedSteps | None:
     """Returns what guesses tokens for this worker's steps; None for nothing.
 
@@ -244,6 +253,7 @@ def _speculation(
         return None
     for applies, where in (
         (static, "where batches run in lockstep"),
+        (has_states, "for a model with states, which cannot take back a token"),
         (num_ranks > 1, "where a replica has several ranks"),
         (bool(engine.profile), "on an emulated device"),
     ):

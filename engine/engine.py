@@ -58,7 +58,7 @@ class Engine:
     """Continuous batching over one model, driven by ``step``.
 
     Args:
-        model: A directory, GGUF file or hub id; its architecture is one of ``engine.checkpoint.architectures``.
+        model: A directory, GGUF file or hub id; its architecture is one of ``engine.checkpoint.families``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         engine: Batch limits, block size, KV memory, context length, threads.
         scheduler: Preset and its parameters.

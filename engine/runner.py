@@ -134,6 +134,7 @@ class Device:
         num_blocks: KV blocks of the pool.
         num_host_blocks: KV blocks of the host pool; 0 if there is none.
         copier: Copies between the two pools; None if there is no host pool.
+        num_states: Sequences that may have a state beside their keys and values at once; 0: the model has none.
         exact: Whether a token's logits depend on nothing else in its step, bit by bit (ADR 27).
     """
 
@@ -144,6 +145,7 @@ class Device:
     num_host_blocks: int
     copier: Copier | None
     exact: bool = False
+    num_states: int = 0
 
 
 def num_pool_blocks(engine: EngineConfig, token_bytes: int, context_len: int, free_bytes: int | None) -> int:

@@ -34,6 +34,7 @@ node_example() { # EXAMPLE PACKAGE...
 
 python_example openai_tools openai
 python_example anthropic_tools anthropic
+python_example ollama_chat ollama
 python_example instructor_weather instructor
 python_example pydantic_ai_weather 'pydantic-ai-slim[openai]'
 python_example langchain_tools langchain-openai
@@ -41,6 +42,7 @@ python_example smolagents_tools 'smolagents[openai]'
 python_example litellm_tools litellm mcp
 python_example llama_index_chat llama-index-llms-openai-like
 node_example openai_stream openai
+node_example ollama_chat ollama
 node_example ai_sdk_tools ai @ai-sdk/openai-compatible zod
 if [ -n "$failed" ]; then
     echo "failed:$failed" >&2

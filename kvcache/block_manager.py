@@ -6,7 +6,7 @@ The content of a full block has a name, the chained hash of its token ids, which
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 from farsight.core.errors import IntegrityError
@@ -81,14 +81,16 @@ class BlockManager:
         num_blocks: Blocks in the pool.
         block_size: Tokens a block holds.
         block_bytes: Bytes of a block; only the reported sizes of copies depend on it.
+        most_sequences: Sequences that may hold blocks at once, since each has a state beside; 0: any number.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, block_bytes: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, block_bytes: int = 0, most_sequences: int = 0) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs blocks: got {num_blocks} of {block_size} tokens")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = block_bytes
+        self._most_sequences = most_sequences
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest block is handed out first
         self._tables: dict[str, list[int]] = {}
         self._ref_counts = [0] * num_blocks
@@ -97,6 +99,8 @@ class BlockManager:
         self._idle: dict[int, None] = {}  # cached blocks that no sequence holds, least recently used first
         self._changed: dict[int, int] | None = None  # names that have come or gone, latest last -> their parents
         self._changed_too_much = False
+        self._reading: frozenset[int] = frozenset()
+        self._spoiled: set[int] = set()  # names of blocks evicted while they were read
 
     @property
     def num_free(self) -> int:
@@ -119,6 +123,11 @@ class BlockManager:
     def holds_any(self, sequence_id: str) -> bool:
         """Returns whether the sequence holds a block."""
         return sequence_id in self._tables
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether another sequence may hold blocks."""
+        return not self._most_sequences or len(self._tables) < self._most_sequences
 
     def shortage(self, sequence_id: str, num_tokens: int) -> int:
         """Returns the number of blocks that the sequence lacks to hold ``num_tokens`` tokens in all."""
@@ -155,9 +164,20 @@ class BlockManager:
         del self._idle[block]
         name, parent = self._names.pop(block)
         del self._cached[name]
+        if block in self._reading:
+            self._spoiled.add(name)
         if self._changed is not None:
             self._note(self._changed, name, parent)
         return block
+
+    def begin_reading(self, blocks: Iterable[int]) -> None:
+        """Notes cached blocks that are read from now on, beside the steps. They are evicted like any others."""
+        self._reading = frozenset(blocks)
+
+    def end_reading(self) -> frozenset[int]:
+        """Returns the names of the blocks that were evicted while they were read: what was read may be another's."""
+        spoiled, self._reading, self._spoiled = frozenset(self._spoiled), frozenset(), set()
+        return spoiled
 
     def match(self, hashes: Sequence[int], limit: int) -> list[int]:
         """Returns the cached blocks of the longest cached beginning of ``hashes[:limit]``."""

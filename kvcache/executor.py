@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from farsight.core.errors import IntegrityError
-from farsight.core.messages.kv import KVTraffic
+from farsight.core.messages.kv import NO_TRAFFIC, KVTraffic
 from farsight.core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport, TenantService
 from farsight.core.messages.step_times import StepSample
 from farsight.core.request import Request, Residency, SequenceStatus
@@ -22,6 +22,23 @@ from farsight.kvcache.step_batch import BatchLimits, KVCopy, ServiceMeter, StepB
 
 NO_FURTHER: Mapping[str, int] = {}
 """No item of a step has yielded more than one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a sequence got back from the tiers when it started.
+
+    Attributes:
+        num_tokens: Tokens of its prompt that came back.
+        tier: The slowest tier that they came from.
+        seconds: What that took.
+        compute_s: What it would have taken to compute them; 0 where nothing was measured.
+    """
+
+    num_tokens: int
+    tier: Residency
+    seconds: float
+    compute_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +62,8 @@ class SequenceState:
         tenant: As in ``Request``.
         dropped_len: Tokens whose KV was computed and has been dropped.
         cut_off_at_s: ``Slot.cut_off_at_s`` under which its last step was cut off; 0 if none was.
+        shares: Whether its blocks may serve other sequences.
+        brought: What came back from the tiers; None if nothing did.
     """
 
     request_id: str
@@ -67,6 +86,8 @@ class SequenceState:
     dropped_len: int = 0
     cut_off_at_s: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
+    shares: bool = True
+    brought: Brought | None = None
 
     @property
     def output_len(self) -> int:
@@ -87,6 +108,7 @@ def new_sequence(request: Request) -> SequenceState:
         request.max_total_len,
         request.known_len,
         tenant=request.tenant,
+        shares=not request.sampling.computes_prompt,
     )
 
 
@@ -135,7 +157,6 @@ class PlanExecutor(ABC):
         self._vacated = 0  # slots of this plan, standbys aside, that have ended: places a standby may take
         self._num_absent = 0  # slots of this plan whose payload has not come
         self._report_seq = 0
-        self._traffic = KVTraffic()
         self._recomputed_tokens = 0
         self._journal: CacheJournal | None = None
         self._arrivals = 0
@@ -228,8 +249,14 @@ class PlanExecutor(ABC):
         """Takes the copies to begin now; ``complete_copy`` answers each, in any order."""
 
     @abstractmethod
-    def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
-        """Books the end of a copy; between steps. KV that a failed copy has not brought is computed again."""
+    def complete_copy(
+        self, copy_id: int, *, failed: bool = False, num_good: int | None = None, seconds: float | None = None
+    ) -> None:
+        """Books the end of a copy; between steps. KV that a failed copy has not brought is computed again.
+
+        Args:
+            num_good, seconds: As of ``Transfers.complete``.
+        """
 
     @abstractmethod
     def flush(self) -> list[FinishedSequence]:
@@ -411,6 +438,10 @@ class PlanExecutor(ABC):
     def _flying_blocks(self) -> int:
         """Target blocks of copies in flight."""
         return 0
+
+    @property
+    def _traffic(self) -> KVTraffic:
+        return NO_TRAFFIC
 
     def _progress(self, held: SequenceState) -> SlotProgress:
         return SlotProgress(

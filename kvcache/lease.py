@@ -12,14 +12,16 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from farsight.core.errors import IntegrityError
-from farsight.core.messages.plans import FinishedSequence
+from farsight.core.messages.kv import KVTraffic
+from farsight.core.messages.plans import FinishedSequence, Plan
 from farsight.core.request import Residency, SequenceStatus
 from farsight.kvcache.batch_draft import BatchDraft
 from farsight.kvcache.block_manager import BlockHashes, BlockManager
 from farsight.kvcache.cutting_off import is_cut_off, seconds_until_cut_off
 from farsight.kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from farsight.kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
+from farsight.kvcache.tiers import KVTiers
+from farsight.kvcache.transfers import Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +40,6 @@ class _StepAhead:
     turning: list[tuple[str, int]]
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A copy in flight; ``held`` is None when the result is no longer wanted."""
-
-    to: Residency
-    num_blocks: int
-    held: SequenceState | None
-
-
 class LeaseExecutor(PlanExecutor):
     """Ragged execution: nothing is padded, sequences join and leave at every step."""
 
@@ -57,9 +50,7 @@ class LeaseExecutor(PlanExecutor):
     ) -> None:
         super().__init__(blocks, limits, incarnation, host)
         self._block_hashes: BlockHashes | None = None
-        self._copies: list[KVCopy] = []  # to begin
-        self._in_flight: dict[int, _Flight] = {}
-        self._num_copies = 0
+        self.transfers = Transfers(blocks, host)
         self._running: list[SequenceState] = []  # of the step that runs or has run last
         self._busy: dict[str, StepBatch] = {}  # in a step that has begun, where another may begin beside it
         self._may_repeat = False  # whether the step begun last was free of waits that end by themselves
@@ -70,15 +61,35 @@ class LeaseExecutor(PlanExecutor):
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
         self._block_hashes = block_hashes
 
+    def keep_tiers(self, tiers: KVTiers) -> None:
+        """Saves what ended sequences leave and brings it back; call it after ``share_prefixes``, before any plan."""
+        self.transfers.tiers = tiers
+
+    def apply_plan(self, plan: Plan) -> list[str]:
+        if self.transfers.tiers is not None:  # what a client has broken off, he may go on with
+            stays = {slot.request_id for slot in plan.slots}
+            for request_id in [each for each in self._held if each not in stays]:
+                self._keep(self._held[request_id])
+        return super().apply_plan(plan)
+
+    def _finish(self, held: SequenceState, status: SequenceStatus) -> FinishedSequence:
+        self._keep(held)
+        return super()._finish(held, status)
+
+    def _keep(self, held: SequenceState) -> None:
+        """Has the registered blocks of a sequence saved, which ends."""
+        num_registered = held.register_at // self.blocks.block_size - 1
+        if self.transfers.tiers is not None and self._block_hashes is not None and num_registered:
+            self.transfers.keep(held, self._block_hashes(held.request_id, num_registered)[:num_registered])
+
     def _free(self, held: SequenceState) -> None:
         """Frees the sequence's blocks; blocks of a copy in flight only when the copy is done."""
+        if self.transfers.tiers is not None:
+            self.transfers.tiers.leave(held.request_id)
         if held.copy_id is None:
             super()._free(held)
-            return
-        self._in_flight[held.copy_id].held = None
-        for pool in self._pools:
-            pool.hand_over(held.request_id, _orphan(held.copy_id))
-        held.copy_id = None
+        else:
+            self.transfers.abandon(held)
 
     def _begin_offloads(self, host: BlockManager) -> None:
         for held in self._held.values():
@@ -91,9 +102,10 @@ class LeaseExecutor(PlanExecutor):
         room = host.grow(held.request_id, held.computed_len) if table and held.computed_len else None
         if room is None:
             held.residency = Residency.DEVICE
-            self._traffic = replace(self._traffic, refused_offloads=self._traffic.refused_offloads + 1)
+            traffic = self.transfers.traffic
+            self.transfers.traffic = replace(traffic, refused_offloads=traffic.refused_offloads + 1)
         else:
-            self._order_copy(held, Residency.HOST, table[: len(room)], room)
+            self.transfers.order(held, Residency.HOST, table[: len(room)], room)
 
     def _upload(self, held: SequenceState, draft: BatchDraft) -> None:
         """Queues the copy back to the device, under the same conditions as a start."""
@@ -102,52 +114,27 @@ class LeaseExecutor(PlanExecutor):
             table = self.blocks.grow(held.request_id, held.num_tokens)
             assert table is not None, "there is room"
             source = self.host.table(held.request_id)
-            self._order_copy(held, Residency.DEVICE, source, table[: len(source)])
-
-    def _order_copy(self, held: SequenceState, to: Residency, source: list[int], target: list[int]) -> None:
-        self._num_copies += 1
-        held.copy_id = self._num_copies
-        self._copies.append(KVCopy(self._num_copies, to, tuple(source), tuple(target)))
-        self._in_flight[self._num_copies] = _Flight(to, len(source), held)
+            self.transfers.order(held, Residency.DEVICE, source, table[: len(source)])
 
     def take_copies(self) -> list[KVCopy]:
-        copies, self._copies = self._copies, []
-        return copies
+        return self.transfers.take()
 
-    def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
-        flight = self._in_flight.pop(copy_id)
-        to, held = flight.to, flight.held
-        if not failed:
-            self._count(flight)
-        owner = _orphan(copy_id) if held is None else held.request_id
-        for pool in self._pools:
-            if held is None or failed or pool is (self.blocks if to is Residency.HOST else self.host):
-                pool.release(owner)
-        if held is None:
-            return
-        held.copy_id = None
-        if failed:
-            held.dropped_len = max(held.dropped_len, held.computed_len)
-            held.computed_len, held.status, held.residency = 0, SequenceStatus.WAITING, Residency.DEVICE
-        elif to is Residency.HOST:
-            held.status = SequenceStatus.OFFLOADED
-        else:
-            held.status, held.register_at = SequenceStatus.PAUSED, self.blocks.block_size
+    def complete_copy(
+        self, copy_id: int, *, failed: bool = False, num_good: int | None = None, seconds: float | None = None
+    ) -> None:
+        before = self.transfers.num_brought
+        held = self.transfers.complete(copy_id, failed=failed, num_good=num_good, seconds=seconds)
+        self.prefix_hits += self.transfers.num_brought - before
+        if held is not None:
             self._register(held)
-
-    def _count(self, flight: _Flight) -> None:
-        """Books a copy that has completed."""
-        moved, num_bytes = self._traffic, flight.num_blocks * self.blocks.block_bytes
-        if flight.to is Residency.HOST:
-            offloaded = moved.offloaded_bytes + num_bytes
-            self._traffic = replace(moved, offloads=moved.offloads + 1, offloaded_bytes=offloaded)
-        else:
-            uploaded = moved.uploaded_bytes + num_bytes
-            self._traffic = replace(moved, uploads=moved.uploads + 1, uploaded_bytes=uploaded)
 
     @property
     def _flying_blocks(self) -> int:
-        return sum(flight.num_blocks for flight in self._in_flight.values())
+        return self.transfers.flying_blocks
+
+    @property
+    def _traffic(self) -> KVTraffic:
+        return self.transfers.traffic
 
     def next_batch(self) -> StepBatch | None:
         ahead = None if self._ahead is None else self.begin_after(self._ahead.after)
@@ -155,13 +142,14 @@ class LeaseExecutor(PlanExecutor):
             return ahead
         if self.host is not None:
             self._begin_offloads(self.host)
+        self.transfers.order_save()
         draft = self._select(self._held.values(), within_grants=True)
         self.out_of_grants = draft.out_of_grants
         if not draft.items and draft.out_of_grants and not self._busy:
             by_arrival = sorted(self._held.values(), key=lambda held: held.arrival)
             draft = self._select(by_arrival, within_grants=False)
         self.short_blocks = draft.short_blocks
-        waits = draft.refused or draft.short_blocks or self._copies or self._in_flight
+        waits = draft.refused or draft.short_blocks or self.transfers.is_busy
         cut_off_s = seconds_until_cut_off(draft.chosen) if draft.within_grants else math.inf
         self._may_repeat = not waits and self.max_in_flight == 1 and cut_off_s == math.inf
         self._chosen_in = self.revision
@@ -234,7 +222,7 @@ class LeaseExecutor(PlanExecutor):
 
     def _is_alone(self, batch: StepBatch) -> bool:
         """Returns whether a begun step has all sequences that are held, and all of them may go on."""
-        if len(self._held) != len(batch.items) or self._stalled or self._copies or self._in_flight:
+        if len(self._held) != len(batch.items) or self._stalled or self.transfers.is_busy:
             return False
         running = (self._held[item.request_id] for item in batch.items)
         return self.max_in_flight == 1 and all(
@@ -279,18 +267,43 @@ class LeaseExecutor(PlanExecutor):
         if self._is_offloaded(held):
             self._upload(held, draft)
             return held.copy_id is not None
+        if not self.blocks.may_begin:
+            draft.may_start, draft.short_blocks = False, draft.short_blocks + 1
+            return False
         cached = self._cached_blocks(held, wanted, draft)
         if cached is None:
             return False  # the missing block is being computed: this start waits for it, and others may overtake it
         needed = self.blocks.blocks_for(held.num_tokens) - self.blocks.num_held(cached)
         if not self._has_room(needed, draft):
+            self._wait(held, wanted)
             return False
         self.blocks.share(held.request_id, cached)
         table = self.blocks.grow(held.request_id, held.num_tokens)
         assert table is not None, "there is room"
         self._begin_at(held, len(cached) * self.blocks.block_size)
+        if self._bring_back(held, len(cached), wanted):
+            return True  # it goes on when they are there; meanwhile others run
         self._add(held, draft.share(wanted - held.computed_len), table, draft)
         return True
+
+    def _bring_back(self, held: SequenceState, first: int, wanted: int) -> bool:
+        """Orders what the tiers have of its next blocks, as far as that is worth it; returns whether it is any."""
+        tiers, limit = self.transfers.tiers, (wanted - 1) // self.blocks.block_size
+        if tiers is None or self._block_hashes is None:
+            return False
+        tiers.leave(held.request_id)
+        names = self._block_hashes(held.request_id, limit)
+        back = tiers.worth(names, first, limit, self.blocks.block_size)
+        if back is not None:
+            self.transfers.bring_back(held, names, first, back)
+        return back is not None
+
+    def _wait(self, held: SequenceState, wanted: int) -> None:
+        """Keeps what the tiers have of a sequence that waits for room."""
+        tiers = self.transfers.tiers
+        if tiers is not None and self._block_hashes is not None:
+            limit = (wanted - 1) // self.blocks.block_size
+            tiers.wait(held.request_id, self._block_hashes(held.request_id, limit)[:limit])
 
     def _has_room(self, needed: int, draft: BatchDraft) -> bool:
         """Returns whether ``needed`` blocks are free for a start; if not, no sequence of lower rank overtakes it."""
@@ -299,7 +312,7 @@ class LeaseExecutor(PlanExecutor):
         return draft.may_start
 
     def _cached_blocks(self, held: SequenceState, wanted: int, draft: BatchDraft) -> list[int] | None:
-        """Returns the cached blocks that a start may take over; None if this step or another computes the next block.
+        """Returns the cached blocks that a start may take over; None if the next block is being computed or comes back.
 
         At least one of the ``wanted`` tokens is left to compute, so that a start always yields a token. The sequence
         that computes the missing block is in a step and makes progress, so the wait always ends.
@@ -309,8 +322,10 @@ class LeaseExecutor(PlanExecutor):
             return []
         hashes = self._block_hashes(held.request_id, limit)
         cached = self.blocks.match(hashes, limit)
-        if len(cached) < limit and hashes[len(cached)] in self._arising(draft, self._block_hashes):
-            return None
+        if len(cached) < limit:
+            missing = hashes[len(cached)]
+            if missing in self._arising(draft, self._block_hashes) or self.transfers.is_coming(missing):
+                return None
         return cached
 
     def _arising(self, draft: BatchDraft, block_hashes: BlockHashes) -> set[int]:
@@ -391,7 +406,7 @@ class LeaseExecutor(PlanExecutor):
         Args:
             most: The caller treats all answers from this number on alike.
         """
-        if any(not item.samples or item.num_tokens > 1 for item in batch.items) or self._copies or self._in_flight:
+        if any(not item.samples or item.num_tokens > 1 for item in batch.items) or self.transfers.is_busy:
             return 1
         if self._block_hashes is not None and len(self._held) > len(batch.items):
             return 1
@@ -427,6 +442,10 @@ class LeaseExecutor(PlanExecutor):
         ended = set(stopped)
         finished = []
         shares = self.meter.shares(batch, num_steps)
+        if self.transfers.tiers is not None:
+            num_prompt_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1)
+            if num_prompt_tokens and duration_s:
+                self.transfers.tiers.prices.computed(num_prompt_tokens, duration_s)
         size = self.blocks.block_size
         for item, share in zip(batch.items, shares, strict=True):
             held = self._held[item.request_id]
@@ -465,23 +484,10 @@ class LeaseExecutor(PlanExecutor):
     def check_integrity(self) -> None:
         """Raises IntegrityError unless lengths, blocks, copies and book-keeping agree."""
         super().check_integrity()
-        self._check_copies()
+        self.transfers.check_integrity(self._held)
 
     def _orphaned_blocks(self) -> set[int]:
-        return {block for copy_id in self._in_flight for block in self.blocks.table(_orphan(copy_id))}
-
-    def _check_copies(self) -> None:
-        flying = {held.copy_id for held in self._held.values() if held.copy_id is not None}
-        wanted = {copy_id for copy_id, flight in self._in_flight.items() if flight.held is not None}
-        if flying != wanted:
-            raise IntegrityError(f"copies {flying} are waited for, {wanted} are in flight")
-        if self.host is None:
-            return
-        self.host.check_integrity()
-        owners = {*self._held, *map(_orphan, self._in_flight)}
-        used = sum(len(self.host.table(owner)) for owner in owners)
-        if used + self.host.num_free != self.host.num_blocks:
-            raise IntegrityError(f"{used} host blocks held by known sequences, {self.host.num_free} free")
+        return self.transfers.orphaned_blocks()
 
 
 def _decodes(held: SequenceState) -> bool:
@@ -493,8 +499,3 @@ def _steps_granted(held: SequenceState) -> int:
     """Counts the decoding steps until the sequence reaches its limit of length or the end of its grant."""
     reach = min(held.max_total_len, held.slot.length_to, held.slot.prefill_to + 1)
     return reach - held.num_tokens
-
-
-def _orphan(copy_id: int) -> str:
-    """Names the holder of the blocks of a copy in flight whose sequence is gone; no request id contains a NUL."""
-    return f"\0copy {copy_id}"

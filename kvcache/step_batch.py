@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from farsight.core.costs import A100_7B, StepCost, attention_pairs, row_shares
+from farsight.core.messages.kv import BlockName
 from farsight.core.messages.plans import TenantService
 from farsight.core.messages.step_times import StepSample
 from farsight.core.request import Residency
@@ -129,18 +130,25 @@ def step_sample(batch: StepBatch, duration_s: float) -> StepSample:
 
 
 class KVCopy(NamedTuple):
-    """An order to copy blocks from one pool to the other, beside the steps.
+    """An order to move KV beside the steps: the one form of all transfers of a worker.
+
+    Without names, a stopped sequence's blocks go to the other pool. With names, cached blocks go to a tier, or come
+    back from one.
 
     Attributes:
-        to: The pool to copy to.
-        source: Blocks of the other pool.
-        target: As many blocks of this one.
+        to: Where the blocks go.
+        source: Blocks of the pool that they come from; none if they come from a tier.
+        target: As many blocks of the pool that they go to; none if they go to a tier.
+        names: The blocks' names where a tier takes or gives them.
+        tiers: Where each of them lies, if they come back.
     """
 
     copy_id: int
     to: Residency
     source: tuple[int, ...]
     target: tuple[int, ...]
+    names: tuple[BlockName, ...] = ()
+    tiers: tuple[Residency, ...] = ()
 
 
 class Metered(Protocol):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from hashlib import blake2b
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from farsight.core.errors import IntegrityError, InvalidValueError
+from farsight.core.messages.kv import BlockName
 from farsight.core.request import Residency
 
 HOUR_S = 3600.0
@@ -30,52 +30,6 @@ _FEW_UNSAVED = 1024
 
 MEMORY = 0.9
 """Weight of what was measured before, at each new measurement of a price."""
-
-
-class BlockName(NamedTuple):
-    """Names a full block within one ``KVIdentity``.
-
-    Attributes:
-        name: Chained hash of all tokens up to its end, from the root of its salt (``kvcache.block_manager``).
-        parent: Name of the block before it; 0 (``NO_PARENT``) if the block begins a sequence.
-        owner: Tenant whose request has computed it; empty where no API keys are in use.
-    """
-
-    name: int
-    parent: int
-    owner: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class KVIdentity:
-    """What two blocks of one name must have in common for their bytes to be the same.
-
-    Attributes:
-        model: Architecture and shape of the KV.
-        weights: Checksum of the weights.
-        dtype: Type of the KV in memory.
-        rounding: How weights and activations are rounded.
-        build: The code that computes: version, backend, compiled library.
-        block_size: Tokens of a block.
-        block_bytes: Bytes of a block.
-        adapter: Version of an adapter of the weights; empty without one.
-        state: Form of a recurrent state beside the block; empty where the model has none.
-    """
-
-    model: str
-    weights: str
-    dtype: str
-    rounding: str
-    build: str
-    block_size: int
-    block_bytes: int
-    adapter: str = ""
-    state: str = ""
-
-    def digest(self) -> bytes:
-        """Returns 16 bytes that differ where any field does."""
-        text = "\0".join(f"{name}={value}" for name, value in asdict(self).items())
-        return blake2b(text.encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,14 +231,14 @@ class KVTiers:
     ``take_dropped`` gives what is to be deleted.
 
     Attributes:
-        host, disk: What lies there.
+        host, disk: What lies there; where the host has no tier of its own, blocks on their way to the disk.
         counts: Blocks moved so far.
     """
 
     def __init__(self, limits: TierLimits, prices: TierPrices | None = None) -> None:
         self.limits = limits
         self.prices = TierPrices() if prices is None else prices
-        self.host = TierIndex(limits.host_blocks)
+        self.host = TierIndex(limits.host_blocks or MOST_SAVED)
         self.disk = TierIndex(limits.disk_blocks, min(limits.owner_blocks, limits.disk_blocks))
         self.counts = TierCounts()
         self._unsaved: dict[int, BlockName] = {}  # ended sequences' blocks, in the order in which they are saved
@@ -413,15 +367,21 @@ class KVTiers:
     def next_save(self, is_cached: Callable[[int], bool]) -> Save | None:
         """Returns the next order to save blocks; None where nothing is to be saved, or nothing may be written now.
 
+        A block goes to the host, and from there to the disk. Where the host has no tier, it only passes through.
+
         Args:
             is_cached: Whether the device still has a block.
         """
-        save = self._next_leaving() or self._next_unsaved(is_cached)
+        save = self._next_leaving()
+        if save is None and not (self._passes and self.host):
+            save = self._next_unsaved(is_cached)
         if save is not None:
             self._saving.update(block.name for block in save.blocks)
-            if save.to is Residency.DISK and self.limits.write_bytes_per_hour:
-                self._may_write -= len(save.blocks) * self.limits.block_bytes
         return save
+
+    @property
+    def _passes(self) -> bool:
+        return not self.limits.host_blocks
 
     def _room_to_write(self, kept_share: float) -> int:
         """Counts the blocks that may be written to the disk now, besides a share of the hour's bytes."""
@@ -432,11 +392,13 @@ class KVTiers:
 
     def _next_leaving(self) -> Save | None:
         is_full = len(self.host) >= NEARLY_FULL * self.host.capacity
-        room, blocks = self._room_to_write(0.0 if is_full else EAGER_SHARE), list[BlockName]()
+        room = self._room_to_write(0.0 if is_full or self._passes else EAGER_SHARE)
+        blocks = list[BlockName]()
         while self._leaving and len(blocks) < room:
             block = self._leaving.popleft()
             if block.name in self.host and block.name not in self.disk and block.name not in self._saving:
                 blocks.append(block)
+        self._may_write -= len(blocks) * self.limits.block_bytes
         return Save(Residency.HOST, Residency.DISK, tuple(blocks)) if blocks else None
 
     def _next_unsaved(self, is_cached: Callable[[int], bool]) -> Save | None:
@@ -445,8 +407,7 @@ class KVTiers:
             self._unsaved = {name: block for name, block in self._unsaved.items() if is_cached(name)}
             self._most_unsaved = max(_FEW_UNSAVED, 2 * len(self._unsaved))
             self.count(unsaved=known - len(self._unsaved))
-        has_host = self.limits.host_blocks > 0
-        room, blocks = MOST_SAVED if has_host else self._room_to_write(0.0), list[BlockName]()
+        room, blocks = self._room_to_write(0.0) if self._passes else MOST_SAVED, list[BlockName]()
         while self._unsaved and len(blocks) < room:
             name = next(iter(self._unsaved))
             block = self._unsaved.pop(name)
@@ -454,24 +415,30 @@ class KVTiers:
                 blocks.append(block)
             else:
                 self.count(unsaved=1)
-        return Save(Residency.DEVICE, Residency.HOST if has_host else Residency.DISK, tuple(blocks)) if blocks else None
+        return Save(Residency.DEVICE, Residency.HOST, tuple(blocks)) if blocks else None
 
-    def saved(self, save: Save, *, failed: bool = False) -> None:
-        """Books the end of an order to save blocks; what could not be written is no longer tried."""
+    def saved(self, save: Save, *, failed: bool = False, spoiled: Collection[int] = ()) -> None:
+        """Books the end of an order to save blocks; what could not be written is no longer tried.
+
+        Args:
+            spoiled: Names of blocks that were overwritten while they were read.
+        """
         self._saving.difference_update(block.name for block in save.blocks)
-        if failed:
-            self.count(unsaved=len(save.blocks))
-            return
-        index = self.host if save.to is Residency.HOST else self.disk
-        for block in reversed(save.blocks):
-            index.put(block)
+        good = [block for block in save.blocks if not failed and block.name not in spoiled]
+        self.count(unsaved=len(save.blocks) - len(good))
         if save.to is Residency.HOST:
-            self.count(host_saved=len(save.blocks))
+            self._dropped += [(Residency.HOST, block) for block in save.blocks if block.name in spoiled]
+            self.count(host_saved=len(good))
             if self.limits.disk_blocks:
-                self._leaving.extend(save.blocks)
+                self._leaving.extend(good)
         else:
-            self.count(disk_saved=len(save.blocks))
-        for owner in {block.owner for block in save.blocks}:
+            self.count(disk_saved=len(good))
+            if self._passes:
+                self._dropped += [(Residency.HOST, block) for block in save.blocks if self.host.remove(block.name)]
+        index = self.host if save.to is Residency.HOST else self.disk
+        for block in reversed(good):
+            index.put(block)
+        for owner in {block.owner for block in good}:
             self._bound(save.to, owner)
 
     def _bound(self, tier: Residency, owner: str) -> None:

@@ -150,6 +150,7 @@ class ScheduledRequest(Job):
         counted_on_host: ``blocks_on_host`` as counted in the mirror's sum.
         rests: Whether the request keeps its KV but computes nothing by the latest decision.
         prefilled_len: Prompt tokens computed or found cached so far, as last reported; dropping KV does not lower it.
+        first_token_at: When a report first told of output; None before that.
     """
 
     request: Request
@@ -174,6 +175,7 @@ class ScheduledRequest(Job):
     slot: Slot | None = None
     counted_on_host: int = 0
     rests: bool = False
+    first_token_at: float | None = None
 
     @property
     def blocks_on_host(self) -> int:

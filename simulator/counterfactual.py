@@ -20,13 +20,20 @@ from farsight.core.config.load import make_config
 from farsight.core.config.scheduling import SchedulerConfig
 from farsight.core.errors import InvalidValueError
 from farsight.core.forecast import Forecast
-from farsight.core.messages.log import FinishedRequest, ServedAs, WhatIfAnswer, WhatIfQuestion
+from farsight.core.messages.log import (
+    FinishedRequest,
+    RecentAnswer,
+    RecentTimes,
+    ServedAs,
+    WhatIfAnswer,
+    WhatIfQuestion,
+)
 from farsight.policies.compose import is_steady
 from farsight.policies.presets import PRESETS
 from farsight.simulator.cluster.latency import LinearLatency
 from farsight.simulator.cluster.records import Record
 from farsight.simulator.experiment import Experiment
-from farsight.simulator.run import run_until
+from farsight.simulator.run import run, run_until
 from farsight.simulator.traffic.workload import SimRequest, Workload
 
 MAX_CPU_MS = 1000.0
@@ -239,13 +246,15 @@ def as_life(record: FinishedRequest) -> Life:
 
 
 def answer(question: WhatIfQuestion) -> WhatIfAnswer:
-    """What would have become of the request.
+    """Returns what would have become of the request, or of the latest ones where the question names none.
 
     Raises:
-        InvalidValueError: It is not among the records, or fits no replica.
+        InvalidValueError: It is not among the records, or fits no replica; or there are no records.
     """
     window = question.window
     records = sorted(filter(is_known, window.records), key=lambda each: each.received_at)
+    if not window.request_id:
+        return WhatIfAnswer(recent=_of_latest(records, experiment_as(window.served), question))
     places = [place for place, each in enumerate(records) if each.request_id == window.request_id]
     if not places:
         raise InvalidValueError("id", window.request_id, "a request with an output")
@@ -262,6 +271,37 @@ def answer(question: WhatIfQuestion) -> WhatIfAnswer:
         after.jct_s,
         is_whole=found.is_whole,
     )
+
+
+def _of_latest(records: Sequence[FinishedRequest], served: Experiment, question: WhatIfQuestion) -> RecentAnswer:
+    """Runs the latest requests as they were served and changed; the logged figures are scaled by the ratio of both."""
+    changed = served.under(question.preset) if question.preset else served
+    if question.replicas is not None:
+        changed = dataclasses.replace(changed, num_replicas=question.replicas)
+    latest = records[-most_requests(served.scheduler, changed.scheduler) :]
+    if not latest:
+        raise InvalidValueError("log", "no ended request", "at least one request that has ended with an output")
+    arrivals = _arrivals(latest)
+    before, after = (
+        {each.arrival.request_id: _life(each) for each in run(experiment, arrivals, looks_often=False).recorder.done}
+        for experiment in (served, changed)
+    )
+    both = [each for each in latest if each.request_id in before and each.request_id in after]
+    if not both:
+        raise InvalidValueError("log", f"{len(latest)} ended requests", "requests that fit a replica")
+    logged = _times([as_life(each) for each in both])
+    as_simulated, simulated = (_times([lives[each.request_id] for each in both]) for lives in (before, after))
+    ratios = (
+        told * now / then if then else told
+        for told, now, then in zip(*map(dataclasses.astuple, (logged, simulated, as_simulated)), strict=True)
+    )
+    return RecentAnswer(len(both), logged, RecentTimes(*ratios))
+
+
+def _times(lives: Sequence[Life]) -> RecentTimes:
+    ends_s = [each.jct_s for each in lives]
+    ttft_s = sum(each.ttft_s for each in lives) / len(lives)
+    return RecentTimes(ttft_s, sum(ends_s) / len(ends_s), float(np.quantile(ends_s, 0.99)))
 
 
 def _arrivals(records: Sequence[FinishedRequest]) -> list[SimRequest]:

@@ -54,6 +54,7 @@ def run(
     *,
     progress: Callable[[int], None] | None = None,
     timeline: Timeline | None = None,
+    looks_often: bool = True,
 ) -> RunOutcome:
     """Runs an experiment to its last token.
 
@@ -61,11 +62,13 @@ def run(
         arrivals: From ``make_arrivals``; several runs may share them.
         progress: Called from time to time with the number of ended requests.
         timeline: Samples the replicas as time goes on.
+        looks_often: Whether a preset that is not steady decides after every step; else after ``LOOK_EVERY`` steps.
 
     Raises:
         IntegrityError: The preset left requests waiting for ever.
     """
     shape = _replica_shape(experiment, arrivals)
+    shape = shape if looks_often else _looking_seldom(shape)
     fleet = _fleet(experiment, shape, _longest(arrivals), timeline)
     recorder, failed = fleet.run(arrivals, progress), fleet.refused
     if num_lost := len(arrivals) - len(recorder.done) - len(failed):
@@ -84,7 +87,7 @@ def run(
 
 
 LOOK_EVERY = 16
-"""Steps between two looks at a preset that is not steady, where one request is of interest: the look costs the most."""
+"""Steps between two looks at a preset that is not steady, where an answer is to come soon: the look costs the most."""
 
 
 def run_until(experiment: Experiment, arrivals: Workload, request_id: str) -> Record:
@@ -93,12 +96,15 @@ def run_until(experiment: Experiment, arrivals: Workload, request_id: str) -> Re
     Raises:
         InvalidValueError: The request is not among the arrivals, or fits no replica.
     """
-    shape = _replica_shape(experiment, arrivals)
-    shape = replace(shape, look_every=min(1, shape.look_every) * LOOK_EVERY)
+    shape = _looking_seldom(_replica_shape(experiment, arrivals))
     for record in _fleet(experiment, shape, _longest(arrivals)).run(arrivals, until=request_id).done[::-1]:
         if record.arrival.request_id == request_id:
             return record
     raise InvalidValueError("request", request_id, "one of the requests, which fits a replica")
+
+
+def _looking_seldom(shape: ReplicaShape) -> ReplicaShape:
+    return replace(shape, look_every=min(1, shape.look_every) * LOOK_EVERY)
 
 
 def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:

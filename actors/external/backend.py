@@ -307,7 +307,7 @@ class OpenAIBackend(Component, ReplicaCalls, TokenCalls):
     async def _tell_router(self) -> None:
         while True:
             self._news_due.clear()
-            state = ReplicaState(self._replica, self._ready(), ())
+            state = ReplicaState(self._replica, self._ready(), (), sums=self._machine.sums())
             told = await reaches(self._router.replica_state(state))
             if told:
                 self._router_sends = state.ready is not None

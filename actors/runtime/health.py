@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from farsight.core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics, exposition
 from farsight.core.messages.status import ComponentStatus
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 HEALTHY_STATES = frozenset({"ready", "draining"})
 """A draining component still does its work; a probe must not have it killed."""
@@ -43,6 +45,8 @@ class HealthServer:
         Raises:
             OSError: The address cannot be listened on.
         """
+        from aiohttp import web  # only here: what runs in one process listens nowhere
+
         app = web.Application()
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/metrics", self._metrics)
@@ -63,6 +67,8 @@ class HealthServer:
             await runner.cleanup()
 
     async def _healthz(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
         rows = self._rows()
         healthy = all(row.state in HEALTHY_STATES for row in rows)
         fields = [_fields(row) for row in rows]
@@ -70,6 +76,8 @@ class HealthServer:
         return web.json_response({"components": fields, "pieces": fields}, status=200 if healthy else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
         open_metrics = accepts_open_metrics(request.headers.get("Accept", ""))
         headers = {"Content-Type": OPEN_METRICS_TYPE if open_metrics else PLAIN_TYPE}
         return web.Response(text=exposition(self._registry, open_metrics=open_metrics), headers=headers)

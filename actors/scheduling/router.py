@@ -30,8 +30,6 @@ from farsight.core.messages.requests import (
     Key,
     Keys,
     LoadSnapshot,
-    OpenRequest,
-    Placed,
     Promise,
     Refusal,
     Submit,
@@ -44,6 +42,7 @@ from farsight.policies.compose import build_router, follows_prefixes, is_batch_m
 from farsight.policies.fleet.events import (
     AbortOnReplica,
     AskCache,
+    AskIngress,
     AskReplica,
     GlobalEvent,
     GlobalInstruction,
@@ -96,10 +95,12 @@ class Answers:
     refusals: list[Refusal] = field(default_factory=list)
     promises: list[Promise] = field(default_factory=list)
     lost: dict[str, list[Key]] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
 
     def add(self, other: Answers) -> None:
         self.refusals += other.refusals
         self.promises += other.promises
+        self.asked |= other.asked
         for ingress_id, keys in other.lost.items():
             self.lost.setdefault(ingress_id, []).extend(keys)
 
@@ -186,20 +187,17 @@ class FleetShell(Component, RouterCalls):
 
     async def announce(self, announced: Announce) -> AnnounceReply:
         ingress = self._hear(announced.ingress_id)
-        answers = await self._handle(IngressAnnounced(announced.ingress_id, announced.open))
+        event = IngressAnnounced(announced.ingress_id, announced.sums, announced.listed, announced.open)
+        answers = await self._handle(event)
         late, ingress.late_refusals = ingress.late_refusals, []
         lost = tuple(answers.lost.get(announced.ingress_id, ()))
         refusals = (*answers.refusals, *late)
         ingress.load = announced.load
         others = total_load(seen.load for name, seen in self._ingresses.items() if name != announced.ingress_id)
-        placed = self._newly_placed(announced.open)
-        return AnnounceReply(lost, refusals, tuple(self._schedulers), placed, others, self._outlook())
-
-    def _newly_placed(self, announced: Iterable[OpenRequest]) -> tuple[Placed, ...]:
-        """Returns the places of announced requests that waited when they were submitted and do not wait any more."""
-        waited = [stream for stream in announced if not stream.replica]
-        placed = [self._machine.placed(stream.request_id, stream.attempt) for stream in waited]
-        return tuple(each for each in placed if each.replica)
+        found = (self._machine.placed(*key) for key in announced.nowhere)
+        placed = tuple(each for each in found if each.replica)
+        asked = tuple(answers.asked)
+        return AnnounceReply(lost, refusals, tuple(self._schedulers), placed, others, self._outlook(), asked)
 
     async def introduce(self, row: ComponentStatus) -> None:
         self._hear(row.name.removeprefix("ingress-")).row = row
@@ -225,7 +223,7 @@ class FleetShell(Component, RouterCalls):
         for refusal in state.refusals:
             self._refuse_late(refusal)
         name, ready = state.replica, state.ready
-        await self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready, state.cache_seq))
+        await self._handle(ReplicaAway(name) if ready is None else ReplicaUp(name, ready, state.cache_seq, state.sums))
 
     async def replica_news(self, news: ReplicaNews) -> None:
         """Takes a replica's news, cache events first: requests that end have filled the cache."""
@@ -306,6 +304,8 @@ class FleetShell(Component, RouterCalls):
                     calls.append(asyncio.create_task(self._ask(name, keys, answers)))
                 case AskCache(name):
                     self.spawn_aside(self._hear_cache(name))  # without an answer the machine asks again
+                case AskIngress(_, parts):
+                    answers.asked.update(parts)  # of the one whose announcement this answers
                 case ReportLost(ingress_id, keys):
                     answers.lost.setdefault(ingress_id, []).extend(keys)
                 case RefuseRequest(request_id, attempt, field_name, message):
@@ -463,4 +463,6 @@ def _left(request: Request, since: float, now: float) -> EndedRequest:
         predicted_len=None if forecast is None else forecast.mean,
         took_s=now - since,
         most_len=None if forecast is None else forecast.quantiles[QUANTILES.index(0.9)],
+        tenant=request.tenant,
+        prompt_len=request.prompt_len,
     )

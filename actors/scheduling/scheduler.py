@@ -357,7 +357,8 @@ class Scheduler(Component, SchedulerCalls):
             self._news_due.clear()
             refusals, self._late_refusals = tuple(self._late_refusals), []
             broken = tuple(self._broken)
-            state = ReplicaState(self._replica, self._ready, refusals, broken, self._resting, self._told_seq)
+            at_router = (self._resting, self._told_seq, self._machine.sums())
+            state = ReplicaState(self._replica, self._ready, refusals, broken, *at_router)
             told = await reaches(router.replica_state(state))
             if told:
                 del self._broken[: len(broken)]

@@ -156,6 +156,7 @@ class History:
             moved_bytes=_moved_bytes(told),
             forecasts={name: each.forecasts for name, each in live.items()},
             prompt_tokens={name: each.prompt_tokens for name, each in live.items()},
+            gpu_s={name: each.gpu_s for name, each in live.items()},
             tenants=self._tenants.usage(time.monotonic()),
         )
 

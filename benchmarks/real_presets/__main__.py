@@ -8,11 +8,12 @@ it was. With ``--for-s`` it ends after so many seconds, with status 3 while runs
 ``python -m benchmarks.real_presets table --out DIR`` puts together what there is.
 
 ``python -m benchmarks.real_presets simulate --profile FILE --out DIR`` runs the cells of ``hol`` in the simulator, with
-the prices of a machine as ``farsight profile`` measures them, into a folder of their own for the same table.
+the prices of a machine as ``farsight profile`` measures them, into a folder of their own for the same table. With
+``--kv-tokens`` memory is what is short.
 
 With ``--workloads chats chats-cv3 chats-burst --chats FILE --max-num-seqs 128`` both send chats, half of them streamed:
 servers answer them to their natural ends, in the simulator answers are as long as in the file, which ``record`` writes.
-``table --chats`` says what their clients see.
+``table --chats`` says what their clients see, ``table --presets`` what each preset makes of a memory.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import sys
 from pathlib import Path
 
 from benchmarks.real_presets.cells import WORKLOADS, Bench, Run, System, missing
-from benchmarks.real_presets.chats import GAPS, read_chats, record
+from benchmarks.real_presets.chats import FOLDS, GAPS, read_chats, record
 from benchmarks.real_presets.part import measure_part
 from benchmarks.real_presets.simulated import Machine, simulate
-from benchmarks.real_presets.table import chat_table, plot, table
+from benchmarks.real_presets.table import chat_table, plot, preset_table, table
 from farsight.services.commands.simulate import hardware
 
 RUNS_ARE_MISSING = 3
@@ -37,7 +38,8 @@ def main() -> None:
     """Runs cells, or prints the table of all that have been run."""
     args = _parse()
     if args.what == "table":
-        print(chat_table(args.out, args.bases[0]) if args.chats else table(args.out, args.bases))
+        rows = preset_table if args.presets else chat_table
+        print(rows(args.out, args.bases[0]) if args.presets or args.chats else table(args.out, args.bases))
         if args.picture is not None:
             plot(args.out, args.picture)
         return
@@ -46,8 +48,9 @@ def main() -> None:
         systems = [System.parse(each) for each in args.systems]
         runs = missing([each.name for each in systems], args.workloads, args.loads, args.seeds, args.out)
         bench = Bench(args.out, args.requests, args.max_num_seqs)
-        chats = () if args.chats is None else read_chats(args.chats)
-        simulate(bench, Machine(*hardware(None, None, None, args.profile), chats), systems, runs, args.out)
+        chats = () if args.chats is None else read_chats(args.chats, folds=0 if args.blind else FOLDS)
+        latency, kv_tokens = hardware(None, None, None, args.profile)
+        simulate(bench, Machine(latency, args.kv_tokens or kv_tokens, chats), systems, runs, args.out)
         return
     if args.what == "record":
         record(args.url, args.model, args.prompts, args.requests, args.seed, args.out)
@@ -88,8 +91,10 @@ def _parse() -> argparse.Namespace:
     virtual = what.add_parser("simulate", help="the cells of hol in virtual time")
     _add_cells(virtual)
     virtual.add_argument("--workloads", nargs="+", choices=("hol", *GAPS), default=["hol"])
-    virtual.add_argument("--chats", type=Path, help="file that record has written, for the workloads of chats")
-    virtual.add_argument("--profile", type=Path, required=True, help="prices of the machine, from farsight profile")
+    virtual.add_argument("--chats", type=Path, help="file that record has written, or a trace with clients")
+    virtual.add_argument("--blind", action="store_true", help="no forecasts of single chats")
+    virtual.add_argument("--kv-tokens", type=int, default=0, help="of the KV pool, and of the host's (default: roomy)")
+    virtual.add_argument("--profile", type=Path, help="prices of the machine, from farsight profile (default: an A100)")
     asked = what.add_parser("record", help="write a file of chats: what a server answers to real prompts")
     asked.add_argument("--url", required=True)
     asked.add_argument("--model", required=True, help="its name there")
@@ -101,6 +106,7 @@ def _parse() -> argparse.Namespace:
     show.add_argument("--out", type=Path, required=True)
     show.add_argument("--bases", nargs="+", default=["fcfs", "vllm"], help="systems of the ratios")
     show.add_argument("--chats", action="store_true", help="what the clients of chats see, beside the first base")
+    show.add_argument("--presets", action="store_true", help="ratios to the first base, and evictions")
     show.add_argument("--picture", type=Path, help="write a picture here")
     return parser.parse_args()
 

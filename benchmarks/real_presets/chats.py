@@ -2,7 +2,8 @@
 
 A file of chats has JSON lines with ``prompt``, ``prompt_tokens`` and ``output_tokens``: what a model answered to real
 prompts until it ended by itself or reached the limit. ``record`` writes one from any OpenAI-compatible server.
-Forecasts are those of ``farsight train --kind words``, each learned from the other folds.
+Forecasts are those of ``farsight train --kind words``, each learned from the other folds. A trace of clients without
+texts (``.csv.gz``) is forecast by what a server had learned of these clients before.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.learned_forecasts import fitted, forecasts, read_clients
 from farsight.core.forecast import Example, Forecast, ForecastQuestion
 from farsight.predictor.history import HistoryPredictor
 from farsight.predictor.text_predictor import TextPredictor
@@ -41,6 +43,12 @@ STREAMED = 0.5
 
 FOLDS = 5
 
+LONGEST = 4096
+"""``max_tokens`` of the requests of a trace, which does not tell it."""
+
+SEEN, TRACED = 4000, 2000
+"""Requests of a trace that have ended, and those after them that are drawn from."""
+
 BURST = 60
 """Chats that come at one instant, in the middle of ``chats-burst``."""
 
@@ -53,20 +61,33 @@ class Chat:
     """One prompt and what is known of its answer.
 
     Attributes:
+        limit: ``max_tokens``.
         forecast: By a predictor that has not seen the answer.
     """
 
     prompt: str
     prompt_len: int
     output_len: int
+    limit: int = LIMIT
     forecast: Forecast | None = None
 
 
 def read_chats(path: Path, folds: int = FOLDS) -> list[Chat]:
     """Returns the chats of a file; ``folds`` 0 gives no forecasts."""
+    if path.suffix == ".gz":
+        return _traced(path)
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
     chats = [Chat(row["prompt"], row["prompt_tokens"], min(row["output_tokens"], LIMIT)) for row in rows]
     return _with_forecasts(chats, folds) if folds else chats
+
+
+def _traced(path: Path) -> list[Chat]:
+    seen = read_clients(path)[: SEEN + TRACED]
+    made, _ = forecasts(fitted(seen[:SEEN]), seen[SEEN:])
+    return [
+        Chat("", each.question.prompt_len, max(1, min(each.output_len, LONGEST)), LONGEST, forecast)
+        for each, forecast in zip(seen[SEEN:], made, strict=True)
+    ]
 
 
 def _with_forecasts(chats: Sequence[Chat], folds: int) -> list[Chat]:
@@ -121,7 +142,7 @@ def simulated(drawn: Sequence[Drawn]) -> list[SimRequest]:
             each.at,
             each.chat.prompt_len,
             each.chat.output_len,
-            LIMIT,
+            each.chat.limit,
             forecast=each.chat.forecast,
             reading_rate=READING_RATE if each.is_read else None,
         )

@@ -20,21 +20,16 @@ from benchmarks.real_presets.cells import (
 )
 from benchmarks.real_presets.chats import GAPS, Chat, draw, seen, simulated
 from farsight.core.config.scheduling import SchedulerConfig
-from farsight.policies.compose import build_router, configured_replica
 from farsight.services.bench.requests import BenchRequest
 from farsight.services.bench.statistics import Metrics, distribution
-from farsight.simulator.cluster.fleet import Fleet, FleetShape
 from farsight.simulator.cluster.latency import LinearLatency, Roofline
-from farsight.simulator.cluster.records import Record
-from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.experiment import Experiment
+from farsight.simulator.run import RunOutcome
+from farsight.simulator.run import run as run_experiment
 from farsight.simulator.traffic.workload import SimRequest
 
-BLOCK_TOKENS = 16
-CHUNK = 2048
-"""Most prompt tokens of a step, as on a server."""
-
-LOOK_EVERY = 4
-"""Steps between two looks of a scheduler at its time."""
+CHUNK = 1024
+"""Most tokens of a step, as on a server that computes on a processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +45,30 @@ class Machine:
     kv_tokens: int
     chats: Sequence[Chat] = field(default=())
 
-    def run(self, bench: Bench, system: System, arrivals: Sequence[SimRequest], clients: int | None) -> list[Record]:
+    def run(self, bench: Bench, system: System, arrivals: Sequence[SimRequest], clients: int | None) -> RunOutcome:
         """Serves all arrivals.
 
         Args:
             clients: Requests in flight of a closed loop; None for the arrivals' own times.
 
         Raises:
-            ConfigError: The system is no preset of continuous batching.
-            RuntimeError: A request fits no replica, or never ended.
+            ConfigError: The system is no preset.
+            RuntimeError: A request fits no replica.
         """
         settings = tomllib.loads("\n".join(system.settings))
-        config = SchedulerConfig(preset=system.preset, standby_slots=0, **settings)
-        shape = ReplicaShape(
-            num_blocks=self.kv_tokens // BLOCK_TOKENS,
-            block_size=BLOCK_TOKENS,
-            num_host_blocks=self.kv_tokens // BLOCK_TOKENS,
+        experiment = Experiment(
+            latency=self.latency,
+            kv_tokens=self.kv_tokens,
+            host_kv_tokens=self.kv_tokens,
             max_num_seqs=system.places or bench.max_num_seqs,
             max_batch_tokens=CHUNK,
-            look_every=LOOK_EVERY,
-        )
-        fleet = Fleet(
-            FleetShape(shape, self.latency),
-            build_router(system.preset),
-            lambda _: configured_replica(config, shape.max_num_seqs),
+            scheduler=SchedulerConfig(preset=system.preset, standby_slots=0, **settings),
             clients=clients,
         )
-        done = fleet.run(arrivals).done
-        if len(done) < len(arrivals):
-            raise RuntimeError(f"{system.name}: {len(arrivals) - len(done)} of {len(arrivals)} requests did not end")
-        return done
+        outcome = run_experiment(experiment, arrivals)
+        if outcome.failed:
+            raise RuntimeError(f"{system.name}: {len(outcome.failed)} of {len(arrivals)} requests did not end")
+        return outcome
 
     def capacity(self, bench: Bench, system: System, workload: str) -> float:
         """The requests per second that a system gets through, as ``cells.measure_capacity`` measures them."""
@@ -88,7 +77,7 @@ class Machine:
         else:
             requests = bench.requests(workload, 0)[:MOST_FOR_CAPACITY]
             arrivals = _arrivals(requests, [0.0] * len(requests))
-        done = self.run(bench, system, arrivals, IN_FLIGHT)
+        done = self.run(bench, system, arrivals, IN_FLIGHT).recorder.done
         return len(done) / max(record.finished_at for record in done)
 
     def measure(self, bench: Bench, system: System, run: Run, per_s: float) -> Metrics:
@@ -102,9 +91,10 @@ class Machine:
         else:
             requests = bench.requests(run.workload, run.seed)
             arrivals = _arrivals(requests, run_arrivals(run, len(requests), per_s))
-        done = self.run(bench, system, arrivals, None)
+        outcome = self.run(bench, system, arrivals, None)
+        done = outcome.recorder.done
         wall_s = max(record.finished_at for record in done)
-        metrics = {"requests": len(done), "wall_s": wall_s}
+        metrics: Metrics = {"requests": len(done), "wall_s": wall_s, "evictions": outcome.summary.num_evictions}
         metrics["output_tokens_per_s"] = sum(record.num_tokens for record in done) / wall_s
         for name, seconds in (
             ("jct_ms", [record.jct_s for record in done]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -99,6 +100,29 @@ def chat_table(folder: Path, base: str) -> str:
             row += [_beside(metric, runs, systems.get(base, {}), name == base) for metric in CHAT_METRICS.values()]
             rows.append(row)
     return markdown_table(["cell", "system", "seeds", *CHAT_METRICS], rows)
+
+
+def preset_table(folder: Path, base: str) -> str:
+    """Returns a row for each setting and system, best mean first: ratios to ``base``, and evictions of 100 requests.
+
+    Ratios are geometric means over the seeds that both have.
+    """
+    rows = []
+    for (workload, load), systems in read(folder).items():
+        found = []
+        for name, runs in systems.items():
+            seeds = sorted(runs.keys() & systems.get(base, {}).keys())
+            pairs = {key: [(runs[seed][key], systems[base][seed][key]) for seed in seeds] for key in _OF_PRESETS}
+            mean = paired_ratio(pairs["jct_ms_mean"]) if seeds else None
+            evicted = 100 * sum(each["evictions"] for each in runs.values())
+            evictions = evicted / sum(each["requests"] for each in runs.values())
+            cells = [_ratio(each) for each in pairs.values()]
+            found.append((math.inf if mean is None else mean.mean, [name, *cells, f"{evictions:.0f}"]))
+        rows += [[f"{workload} {load:g}", *cells] for _, cells in sorted(found)]
+    return markdown_table(["cell", "system", *_OF_PRESETS.values(), "evictions / 100"], rows)
+
+
+_OF_PRESETS = {"jct_ms_mean": "mean", "jct_ms_p99": "p99", "output_tokens_per_s": "tokens/s"}
 
 
 def _beside(metric: str, runs: Runs, base: Runs, is_base: bool) -> str:

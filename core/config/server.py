@@ -186,7 +186,7 @@ def listed(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class FilesConfig:
-    """Files and batches of clients. They are kept in the log (``log.path``).
+    """Files, batches and responses of clients. They are kept in the log (``log.path``).
 
     Attributes:
         max_file_bytes: Larger files are refused; 0 turns files and batches off.
@@ -194,6 +194,7 @@ class FilesConfig:
             limit.
         max_age_s: Seconds after which a file or an ended batch is dropped, unless its client asked for less.
         max_batch_lines: Most requests of one batch.
+        store_responses: Whether a response of ``/v1/responses`` is kept where its client does not say ``store``.
         batch_in_flight: Most requests of batches in flight at once, at each ingress replica. No more begin than the
             replicas have places free.
     """
@@ -203,6 +204,7 @@ class FilesConfig:
     max_age_s: float = 30 * 86_400.0
     max_batch_lines: int = 50_000
     batch_in_flight: int = 256
+    store_responses: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_file_bytes", "max_owner_bytes"):

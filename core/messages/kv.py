@@ -2,7 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+
+class BlockName(NamedTuple):
+    """Names a full block within one ``KVIdentity``.
+
+    Attributes:
+        name: Chained hash of all tokens up to its end, from the root of its salt (``kvcache.block_manager``).
+        parent: Name of the block before it; 0 (``NO_PARENT``) if the block begins a sequence.
+        owner: Tenant whose request has computed it; empty where no API keys are in use.
+    """
+
+    name: int
+    parent: int
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KVIdentity:
+    """What two blocks of one name must have in common for their bytes to be the same.
+
+    Attributes:
+        model: Architecture and shape of the KV.
+        weights: Checksum of the weights.
+        dtype: Type of the KV in memory.
+        rounding: How weights and activations are rounded.
+        build: The code that computes: version, backend, compiled library.
+        block_size: Tokens of a block.
+        block_bytes: Bytes of a block.
+        adapter: Version of an adapter of the weights; empty without one.
+        state: Form of a recurrent state beside the block; empty where the model has none.
+    """
+
+    model: str
+    weights: str
+    dtype: str
+    rounding: str
+    build: str
+    block_size: int
+    block_bytes: int
+    adapter: str = ""
+    state: str = ""
+
+    def digest(self) -> bytes:
+        """Returns 16 bytes that differ where any field does."""
+        text = "\0".join(f"{name}={value}" for name, value in asdict(self).items())
+        return blake2b(text.encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class EndedRequest:
         predicted_len, most_len: As in ``LiveRequest``.
         took_s: Since it reached the replica's scheduler, or the Router if it came no further.
         ago_s: Seconds since its end.
+        ttft_s: Seconds from the same instant until its first token was reported; None without one.
     """
 
     response_id: str
@@ -67,6 +68,9 @@ class EndedRequest:
     took_s: float
     most_len: float | None = None
     ago_s: float = 0.0
+    tenant: str = ""
+    prompt_len: int = 0
+    ttft_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ class ReplicaLive:
         ended: The last ended requests, newest first.
         forecasts: Accuracy of forecasts since the Scheduler began.
         prompt_tokens: Prompt tokens computed or found cached since then; tokens computed again do not count.
+        gpu_s: GPU-seconds of its requests since the worker began.
     """
 
     replica: str
@@ -122,6 +127,7 @@ class ReplicaLive:
     ended: tuple[EndedRequest, ...] = ()
     forecasts: ForecastTally = ForecastTally()
     prompt_tokens: int = 0
+    gpu_s: float = 0.0
 
     @property
     def peak_tokens(self) -> int:

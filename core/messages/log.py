@@ -287,7 +287,8 @@ class ServedAs:
 
 @dataclass(frozen=True, slots=True)
 class LoggedWindow:
-    """One request, the requests that ended around it, and how all of them were served."""
+    """One request, the requests that ended around it, and how all of them were served; ``request_id`` is empty where
+    the latest requests are meant, all alike."""
 
     request_id: str
     served: ServedAs
@@ -305,12 +306,31 @@ class WhatIfQuestion:
 
 
 @dataclass(frozen=True, slots=True)
+class RecentTimes:
+    """Times of several requests in seconds: means, and the 99th percentile of those to the end."""
+
+    ttft_s: float
+    jct_s: float
+    jct_p99_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecentAnswer:
+    """How the latest requests were served, and how they would have been."""
+
+    num_requests: int
+    logged: RecentTimes
+    changed: RecentTimes
+
+
+@dataclass(frozen=True, slots=True)
 class WhatIfAnswer:
     """How the request would have ended under the change; times in seconds.
 
     Attributes:
         problem: Why there is no answer; else empty.
         is_whole: Whether no other request can have had an effect, as far as the log tells.
+        recent: The answer where the question names no request; then the figures above are 0.
     """
 
     logged_jct_s: float = 0.0
@@ -321,6 +341,7 @@ class WhatIfAnswer:
     after_jct_s: float = 0.0
     problem: str = ""
     is_whole: bool = True
+    recent: RecentAnswer | None = None
 
 
 def _require(ok: bool, field: str, value: object, expected: str) -> None:

@@ -103,14 +103,21 @@ def total_load(loads: Iterable[IngressLoad]) -> IngressLoad:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Ingress -> Router, every half second and after a fault: all its open streams, so that a new Router knows them.
+    """Ingress -> Router, every half second and after a fault: what tells both whether they know the same open streams.
 
     Attributes:
+        sums: Of all open streams that were sent, as ``KeySums`` packs them.
+        listed: The parts of them that the Router asked for.
+        open: All open streams of these parts, so that a new Router knows them.
+        nowhere: Open streams that are on no replica, as far as the ingress knows.
         load: Requests in flight there, also the ones not sent yet.
     """
 
     ingress_id: str
-    open: tuple[OpenRequest, ...]
+    sums: bytes
+    listed: tuple[int, ...] = ()
+    open: tuple[OpenRequest, ...] = ()
+    nowhere: tuple[Key, ...] = ()
     load: IngressLoad = IngressLoad()
 
 
@@ -125,6 +132,7 @@ class AnnounceReply:
         placed: Attempts that no longer wait, as far as the ingress did not know.
         others: Requests in flight at all other ingress replicas.
         outlook: The load from which the queue delay is predicted.
+        asked: Parts in which the Router knows other streams; the next announcement lists theirs.
     """
 
     lost: tuple[Key, ...]
@@ -133,6 +141,7 @@ class AnnounceReply:
     placed: tuple[Placed, ...] = ()
     others: IngressLoad = IngressLoad()
     outlook: LoadSnapshot | None = None
+    asked: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,10 +41,12 @@ class SeriesQuery:
     Attributes:
         by_minute: The last 24 h by the minute; else the last 15 min by the second.
         after: Only points later than this, in seconds since the epoch.
+        span_s: Asks for the percentiles of TTFT over the last so many seconds, in whole minutes; 0 asks for none.
     """
 
     by_minute: bool = False
     after: float = 0.0
+    span_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,13 @@ class SeriesReply:
         at: Seconds since the epoch of each point, rising.
         columns: Each with one value a point.
         tenants: GPU-seconds a second of each tenant, the most expensive ones by name and the rest together.
+        ttft_s: The percentiles that ``span_s`` asks for, 50, 90 and 99, in seconds; None where no first token came.
     """
 
     at: tuple[float, ...]
     columns: tuple[SeriesColumn, ...]
     tenants: tuple[SeriesColumn, ...] = ()
+    ttft_s: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

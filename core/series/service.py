@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from array import array
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -16,7 +17,7 @@ from typing import Generic, TypeVar
 from farsight.core.messages.live import ForecastTally
 from farsight.core.messages.series import SeriesColumn, SeriesQuery, SeriesReply, TrafficCounts
 from farsight.core.messages.tenants import TenantUsage
-from farsight.core.series.tally import add_counts, more_since, percentile_s
+from farsight.core.series.tally import BucketCounts, add_counts, more_since, percentile_s
 
 SECONDS = 900
 MINUTES = 1440
@@ -38,7 +39,7 @@ FORECASTS = tuple(field.name for field in dataclasses.fields(ForecastTally))
 """Columns ``forecast_...``: what came of forecasts a second. Their ratios are errors and shares, over any span."""
 
 RATES = (
-    *("prompt_tokens", "output_tokens", "ended", "failed", "abandoned", "rejected", "moved_bytes"),
+    *("prompt_tokens", "output_tokens", "ended", "failed", "abandoned", "rejected", "moved_bytes", "gpu_s"),
     *(f"forecast_{name}" for name in FORECASTS),
 )
 GAUGES = ("running", "waiting", "kv_used", "kv_peak", "queue_delay_s")
@@ -111,6 +112,7 @@ class Instant:
         moved_bytes: KV copied between device and host since the workers began.
         forecasts: By replica, since its Scheduler began.
         prompt_tokens: The same: prompt tokens computed or found cached.
+        gpu_s: The same, since its worker began: GPU-seconds of requests.
         tenants: Sums over all ingress replicas.
     """
 
@@ -122,6 +124,7 @@ class Instant:
     moved_bytes: int = 0
     forecasts: Mapping[str, ForecastTally] = field(default_factory=dict)
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
+    gpu_s: Mapping[str, float] = field(default_factory=dict)
     tenants: tuple[TenantUsage, ...] = ()
 
 
@@ -161,12 +164,13 @@ class ServiceSeries:
         self._seconds, self._minutes = Ring(SECONDS, COLUMNS), Ring(MINUTES, COLUMNS)
         self._rates = [*RATES]  # and behind them one for each line of tenants
         self._last: dict[str, tuple[TrafficCounts, float]] = {}
-        self._gpu_s: dict[str, float] | None = None
+        self._tenants_gpu_s: dict[str, float] | None = None
         self._tenant_rejections: int | None = None
         self._moved: int | None = None
         self._forecasts: dict[str, ForecastTally] = {}
-        self._prompt_tokens: dict[str, int] = {}
+        self._sums: dict[str, dict[str, float]] = {"prompt_tokens": {}, "gpu_s": {}}  # by replica, as last told
         self._second, self._minute = _Span(), _Span()
+        self._ttft: deque[tuple[float, BucketCounts]] = deque(maxlen=MINUTES)  # when each minute ended, its counts
         self._ticked_at: float | None = None
         self._minute_began: float | None = None
 
@@ -197,6 +201,7 @@ class ServiceSeries:
             self._minute_began = now - span_s
         if now // MINUTE_S > self._minute_began // MINUTE_S:
             self._minutes.add(now, self._minute.point(now - self._minute_began, self._rates))
+            self._ttft.append((now, tuple(self._minute.durations["ttft"].items())))
             self._minute, self._minute_began = _Span(), now
         for ingress_id in [name for name, (_, at) in self._last.items() if now - at > FORGET_S]:
             del self._last[ingress_id]
@@ -208,7 +213,19 @@ class ServiceSeries:
         columns = tuple(SeriesColumn(name, ring.values(name, places)) for name in COLUMNS)
         lines = self._rates[len(RATES) :]
         tenants = (SeriesColumn(name.removeprefix(TENANT), ring.values(name, places)) for name in lines)
-        return SeriesReply(ring.instants(places), columns, tuple(tenants))
+        return SeriesReply(ring.instants(places), columns, tuple(tenants), self._ttft_over(query.span_s))
+
+    def _ttft_over(self, span_s: float) -> tuple[float | None, ...]:
+        if not span_s:
+            return ()
+        begin = (self._ticked_at or 0.0) - span_s
+        counts: dict[int, int] = {}
+        for span in (self._second, self._minute):
+            add_counts(counts, span.durations["ttft"].items())
+        for ended_at, known in self._ttft:
+            if ended_at > begin:
+                add_counts(counts, known)
+        return tuple(percentile_s(counts, level) for level in LEVELS.values())
 
     def _take(self, instant: Instant) -> None:
         for name in GAUGES:
@@ -220,19 +237,19 @@ class ServiceSeries:
         self._moved = instant.moved_bytes
         for replica, tally in instant.forecasts.items():
             self._take_forecasts(replica, tally)
-        for replica, tokens in instant.prompt_tokens.items():
-            more = tokens - self._prompt_tokens.get(replica, tokens)
-            self._prompt_tokens[replica] = tokens
-            self._second.count("prompt_tokens", max(0, more))  # a new Scheduler counts from 0
+        for name, before in self._sums.items():
+            for replica, told in getattr(instant, name).items():
+                self._second.count(name, max(0.0, told - before.get(replica, told)))  # a new process counts from 0
+                before[replica] = told
         rejected = sum(tenant.rejected for tenant in instant.tenants)
         if self._tenant_rejections is not None:
             self._second.count("rejected", max(0, rejected - self._tenant_rejections))
         self._tenant_rejections = rejected
         gpu_s = {tenant.tenant: tenant.gpu_s for tenant in instant.tenants}
-        if self._gpu_s is not None:
+        if self._tenants_gpu_s is not None:
             for name, sum_s in gpu_s.items():
-                self._second.count(self._line_of(name), max(0.0, sum_s - self._gpu_s.get(name, 0.0)))
-        self._gpu_s = gpu_s
+                self._second.count(self._line_of(name), max(0.0, sum_s - self._tenants_gpu_s.get(name, 0.0)))
+        self._tenants_gpu_s = gpu_s
 
     def _take_forecasts(self, replica: str, tally: ForecastTally) -> None:
         """Counts a replica's forecasts since its last tally; the first tally, also after a restart, counts none."""

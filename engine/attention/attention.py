@@ -90,6 +90,7 @@ class StepLayout:
         opened_blocks: int64 ``[n]``: blocks written for the first time in this step and not filled by it.
         sample_rows: int64 ``[R]``: rows whose logits are wanted.
         given: Rows with embeddings of their own; None without.
+        state_rows: By item, the row of its state (``engine.kv_pool.StatePool``); None without states.
     """
 
     token_ids: Tensor
@@ -100,6 +101,7 @@ class StepLayout:
     decode: DecodePart | None
     prefill: PrefillPart | None
     given: GivenTensors | None = None
+    state_rows: list[int] | None = None
 
     @property
     def num_decode(self) -> int:

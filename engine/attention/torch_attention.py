@@ -45,7 +45,8 @@ class Bound:
     @classmethod
     def of_bytes(cls, num_bytes: int, config: DecoderConfig, pool: KVPool) -> Bound:
         """Returns as much as fits into that memory: half of it for blocks, half for scores."""
-        tokens = num_bytes // 2 // (2 * config.num_key_value_heads * config.head_dim * pool.dtype.itemsize)
+        widest = max(config.shape(layer).kv_heads * config.shape(layer).head_dim for layer in config.kv_layers)
+        tokens = num_bytes // 2 // (2 * widest * pool.dtype.itemsize)
         return cls(max(1, tokens // pool.block_size), num_bytes // 2 // (config.num_attention_heads * _SCORE_BYTES))
 
     def queries(self, keys: int) -> int:
@@ -74,7 +75,7 @@ class TorchAttention:
         self._scores = scores
         self._bound = bound
         self._distinct = tuple(set(windows))
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None  # flat: layers may have blocks of different sizes
 
     @classmethod
     def of_model(cls, config: DecoderConfig, bound: Bound | None = None) -> TorchAttention:
@@ -100,18 +101,14 @@ class TorchAttention:
         return TorchStaticAttention(pool, decode, self._windows, self._scores, at_once)
 
     def _reserve(self, num_blocks: int, pool: KVPool) -> tuple[Tensor, Tensor]:
-        """Buffers for keys and values of ``num_blocks`` blocks at least, each ``[blocks, elements of a block]``."""
+        """Buffers for keys and values of ``num_blocks`` blocks of any layer at least, each ``[elements]``."""
         held = self._buffers
-        block = pool.keys[0].view(pool.num_blocks, -1)
-        if (
-            held is None
-            or len(held[0]) < num_blocks
-            or held[0].shape[1] != block.shape[1]
-            or held[0].dtype != block.dtype
-        ):
-            size = max(num_blocks, 2 * len(held[0]) if held and self._bound is None else 0)  # doubling: lengths grow
-            held = block.new_empty(size, block.shape[1]), block.new_empty(size, block.shape[1])
-            self._buffers = held
+        block = max(keys.numel() for keys in pool.keys) // pool.num_blocks
+        if held is None or len(held[0]) < num_blocks * block or held[0].dtype != pool.dtype:
+            # doubling: lengths grow
+            size = max(num_blocks * block, 2 * len(held[0]) if held and self._bound is None else 0)
+            keys, values = torch.empty(2, size, dtype=pool.dtype, device=pool.device).unbind(0)
+            held = self._buffers = keys, values
         return held
 
 
@@ -206,12 +203,19 @@ class _LayerCache:
             block_ids: int64 ``[num_rows * blocks]``, row by row.
         """
         key, value = (
-            torch.index_select(cache.view(self._num_blocks, -1), 0, block_ids, out=buffer[: len(block_ids)])
+            _gathered(cache.view(self._num_blocks, -1), block_ids, buffer)
             .view(num_rows, -1, self.kv_heads, self.head_dim)
             .transpose(1, 2)
             for cache, buffer in zip(self._caches, self._buffers, strict=True)
         )
         return key, value
+
+
+def _gathered(blocks: Tensor, block_ids: Tensor, buffer: Tensor) -> Tensor:
+    """Rows of ``[blocks, elements]``, copied into a flat buffer."""
+    elements = blocks.shape[1]
+    out = buffer[: len(block_ids) * elements].view(len(block_ids), elements)
+    return torch.index_select(blocks, 0, block_ids, out=out)
 
 
 class _Decode:
@@ -260,7 +264,7 @@ class _WholePrompt:
         def mask(window: int | None) -> Tensor | None:
             if window is None:
                 return None
-            positions = torch.arange(length, device=pool.keys[0].device)
+            positions = torch.arange(length, device=pool.device)
             return _causal(positions, positions, window, pool.dtype)
 
         self._masks = _masks(windows, length, mask)

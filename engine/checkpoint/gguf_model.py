@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from farsight.engine.checkpoint.architectures import ARCHITECTURES
 from farsight.engine.checkpoint.config_fields import CheckpointError, UnsupportedModelError
+from farsight.engine.checkpoint.families import ARCHITECTURES
 from farsight.engine.checkpoint.families.gguf import GGUF_FAMILIES, GGUFFamily
 from farsight.tokenization.gguf_file import GGUFFile, GGUFTensor
 from farsight.tokenization.gguf_texts import gguf_end_ids

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farsight.engine.checkpoint.families.record import Latent
+from farsight.engine.checkpoint.families.record import DeltaNet, Latent, LayerShape
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 
@@ -43,6 +43,24 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideWeights:
+    """What experts beside an MLP have of their own.
+
+    Attributes:
+        router: ``[hidden]``: the weight of the norm that the router reads, of root mean square.
+        scales: float32 ``[experts]``: factors of the experts' weights.
+        before, after: Norms of the experts' input and of what they give.
+        after_mlp: Norm of what the MLP gives.
+    """
+
+    router: Tensor
+    scales: Tensor
+    before: Norm
+    after_mlp: Norm
+    after: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The mixture of experts of a layer.
 
@@ -51,6 +69,7 @@ class ExpertWeights:
         up, down: Those of each expert that is here, as of an MLP.
         correction: float32 ``[experts]``, added to the scores for the choice alone; None without.
         first: Number of the first expert that is here; 0 unless ranks share the experts.
+        beside: None where experts take the place of an MLP.
     """
 
     router: Linear
@@ -58,6 +77,7 @@ class ExpertWeights:
     down: tuple[Matrix, ...]
     correction: Tensor | None = None
     first: int = 0
+    beside: BesideWeights | None = None
 
     @property
     def here(self) -> range:
@@ -85,6 +105,49 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MixerWeights:
+    """What a layer with a state has beside its first and last matrix, all of it in float32.
+
+    Attributes:
+        taps: ``[length, channels]``, the factor of the oldest token first.
+        bias: ``[channels]`` of the convolution; None without.
+        rates: ``[value_heads]``: with the delta rule, minus the exponential of the stored logarithm; None without it.
+        steps: ``[value_heads]``, added before the softplus; None likewise.
+        norm: ``[value]``, of each head of what it gives; None likewise.
+    """
+
+    taps: Tensor
+    bias: Tensor | None = None
+    rates: Tensor | None = None
+    steps: Tensor | None = None
+    norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputWeights:
+    """What a layer makes of the inputs that it alone gets of a token: ``[inputs, hidden]`` and ``[hidden, inputs]``."""
+
+    gate: Matrix
+    projection: Matrix
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class AllInputWeights:
+    """What gives each layer inputs of its own.
+
+    Attributes:
+        embedding: ``[vocab, layers * inputs]``.
+        projection: ``[layers * inputs, hidden]``, of the embeddings.
+        norm: ``[inputs]``, of each layer's part of the projection.
+    """
+
+    embedding: Tensor
+    projection: Matrix
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One decoder layer.
 
@@ -101,6 +164,9 @@ class LayerWeights:
         experts: None in a layer with a plain MLP.
         latent: None without latent attention.
         sinks: ``[heads]``, scores that take part in the softmax; None without.
+        mixer: In a layer with a state, whose first and last matrix are ``qkv`` and ``out``.
+        inputs: None where the layer gets nothing beside the residual stream.
+        scale: ``[1]``, a factor of the stream at the layer's end; None without.
     """
 
     input_norm: Norm | None
@@ -116,6 +182,9 @@ class LayerWeights:
     experts: ExpertWeights | None = None
     sinks: Tensor | None = None
     latent: LatentWeights | None = None
+    mixer: MixerWeights | None = None
+    inputs: InputWeights | None = None
+    scale: Tensor | None = None
 
     @property
     def matrices(self) -> Iterator[Matrix]:
@@ -123,6 +192,8 @@ class LayerWeights:
         yield from (each for each in (self.qkv, self.out, self.up, self.down) if each is not None)
         if self.latent is not None and self.latent.q_up is not None:
             yield self.latent.q_up
+        if self.inputs is not None:
+            yield from (self.inputs.gate, self.inputs.projection)
         if self.experts is not None:
             yield from (*self.experts.up, *self.experts.down)
 
@@ -138,6 +209,7 @@ class ModelWeights:
         lm_head: ``[vocab, hidden]``; ``embedding`` itself when they are tied and neither is quantised.
         head_bias: ``[vocab]``, or None.
         embedding_norm: Behind the embedding; None without.
+        inputs: None where layers get nothing beside the residual stream.
     """
 
     embedding: Tensor
@@ -147,6 +219,7 @@ class ModelWeights:
     lm_head: Tensor | QuantizedLinear
     head_bias: Tensor | None = None
     embedding_norm: Norm | None = None
+    inputs: AllInputWeights | None = None
 
     @property
     def quantized_bits(self) -> tuple[int, ...]:
@@ -172,6 +245,22 @@ def qkv_order(config: DecoderConfig) -> Tensor:
     if config.names.interleaved:
         query, key = query[turned_order(config, heads)], key[turned_order(config, kv_heads)]
     return torch.cat([query, key, value])
+
+
+def gated_order(heads: int, shape: LayerShape) -> Tensor:
+    """The same where each head of queries has its gate behind it: the gates of all heads come last."""
+    queries = torch.arange(2 * heads * shape.head_dim).view(heads, 2, shape.head_dim)
+    kv = 2 * heads * shape.head_dim + torch.arange(2 * shape.kv_heads * shape.head_dim)
+    return torch.cat([queries[:, 0].flatten(), kv, queries[:, 1].flatten()])
+
+
+def delta_order(mixer: DeltaNet) -> Tensor:
+    """The same for the first matrix of a delta rule whose rows lie by key head."""
+    share, heads = mixer.value_heads // mixer.key_heads * mixer.value, mixer.key_heads
+    sizes = [mixer.key, mixer.key, share, share]
+    first = torch.split(torch.arange(heads * sum(sizes)).view(heads, -1), sizes, 1)
+    ends = torch.arange(2 * mixer.value_heads).view(heads, 2, -1) + heads * sum(sizes)
+    return torch.cat([*(part.flatten() for part in first), ends[:, 0].flatten(), ends[:, 1].flatten()])
 
 
 def turned_order(config: DecoderConfig, heads: int) -> Tensor:

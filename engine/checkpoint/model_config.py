@@ -15,19 +15,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from farsight.core.errors import ConfigError, InvalidValueError
-from farsight.engine.checkpoint.architectures import ARCHITECTURES, Architecture, Windows
 from farsight.engine.checkpoint.catalogue import catalogue, pulled_file
 from farsight.engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
+from farsight.engine.checkpoint.families import ARCHITECTURES
 from farsight.engine.checkpoint.families.record import (
     ACTIVATIONS,
+    Architecture,
     Biases,
     Blocks,
     Experts,
     Latent,
+    LayerShape,
+    Mixer,
     TensorNames,
+    Windows,
     of_config,
 )
-from farsight.engine.checkpoint.families.vision import VISION, NestedText, seeing_name, text_part
+from farsight.engine.checkpoint.families.vision import TEXTS, VISION, NestedText, seeing_name, text_part
 from farsight.engine.checkpoint.gguf_model import gguf_config, gguf_family, rope_factors
 from farsight.engine.checkpoint.quantization import Quantization, read_quantization
 from farsight.engine.checkpoint.rotary_config import FactorScaling, LongScaling, read_rotary
@@ -72,6 +76,7 @@ class DecoderConfig:
         rotaries: The rotary embedding by layer, where layers differ; then ``rotary`` is one of them.
         experts: The mixture of experts that some of its layers have; None without.
         latent: Latent attention: ``head_dim`` is the width of the row that all heads read, the only KV head.
+        shapes: The shape of each layer, where layers differ; ``head_dim`` and the others are then those of one of them.
         quantization: How the matrices of a safetensors checkpoint are stored; None in a float type, and for GGUF
             files, which say it of each tensor.
         sees: Its name in ``engine.checkpoint.families.vision.VISION``, where its prompts may hold images; empty
@@ -101,6 +106,7 @@ class DecoderConfig:
     rotaries: tuple[RotaryConfig | None, ...] | None = None
     experts: Experts | None = None
     latent: Latent | None = None
+    shapes: tuple[LayerShape, ...] | None = None
     quantization: Quantization | None = None
     sees: str = ""
 
@@ -108,6 +114,28 @@ class DecoderConfig:
     def up_size(self) -> int:
         """Outputs of the MLP's first layer: gate and up where it is gated."""
         return self.intermediate_size * (2 if self.blocks.gated else 1)
+
+    def shape(self, layer: int) -> LayerShape:
+        """Returns the sizes of a layer."""
+        if self.shapes is not None:
+            return self.shapes[layer]
+        return LayerShape(self.head_dim, self.num_key_value_heads, self.intermediate_size)
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """Numbers of the layers whose keys and values the pool holds."""
+        return [layer for layer in range(self.num_hidden_layers) if self.shape(layer).keeps_kv]
+
+    @property
+    def mixers(self) -> list[tuple[int, Mixer]]:
+        """Layers with a state in place of attention, and what they have."""
+        found = ((layer, self.shape(layer).mixer) for layer in range(self.num_hidden_layers))
+        return [(layer, mixer) for layer, mixer in found if mixer is not None]
+
+    @property
+    def state_size(self) -> int:
+        """Values of a sequence's states in all layers, each of 4 bytes; 0 for a model of attention alone."""
+        return sum(mixer.state_size for _, mixer in self.mixers)
 
     def mixture(self, layer: int) -> Experts | None:
         """The experts of a layer; None where it has a plain MLP."""
@@ -137,8 +165,9 @@ class DecoderConfig:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes over all layers, in a pool of that type."""
-        head_bytes = self.head_dim * dtype.itemsize + (KV_SCALE_BYTES if dtype.itemsize == 1 else 0)
-        return self.kv_rows * self.num_hidden_layers * self.num_key_value_heads * head_bytes
+        scale = KV_SCALE_BYTES if dtype.itemsize == 1 else 0
+        shapes = [self.shape(layer) for layer in self.kv_layers]
+        return sum(self.kv_rows * each.kv_heads * (each.head_dim * dtype.itemsize + scale) for each in shapes)
 
 
 def load_model_config(model_dir: Path) -> DecoderConfig:
@@ -155,9 +184,12 @@ def load_model_config(model_dir: Path) -> DecoderConfig:
         raise InvalidValueError("model", str(model_dir), "a model directory with a config.json, or a GGUF file")
     name = _architecture(raw)
     generation = read_json(model_dir, "generation_config.json") or {}
-    if name in VISION:
+    if name in VISION or name in TEXTS:
         part = text_part(raw, name)
-        return _seeing(_read(_fields(part.raw, part.architecture), part.architecture, generation), part, name)
+        config = _read(_fields(part.raw, part.architecture), part.architecture, generation)
+        if name in VISION:
+            return _seeing(config, part, name)
+        return replace(config, names=replace(config.names, renamed=TEXTS[name].renamed, elsewhere=TEXTS[name].towers))
     return _read(_fields(raw, name), name, generation)
 
 
@@ -238,6 +270,8 @@ def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
         return Path(huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns))
     except (OSError, ValueError, RuntimeError) as error:  # no network, unknown or gated, malformed id
         reason = str(error).strip().split("\n")[0]
+        if isinstance(error, huggingface_hub.errors.LocalEntryNotFoundError):
+            reason = "the hub does not answer, and its cache here has no such model"
         expected = f"a model directory, a GGUF file, a name that `farsight models` lists or a hub id ({reason})"
         raise InvalidValueError("model", name_or_path, expected) from error
 
@@ -254,7 +288,7 @@ def _alone_in(folder: Path) -> Path | None:
 
 def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures")
-    known = [*ARCHITECTURES, *VISION]
+    known = [*ARCHITECTURES, *VISION, *TEXTS]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         raise UnsupportedModelError("architectures", names, f"one of {', '.join(known)}")
     return seeing_name(raw) or str(names[0])
@@ -301,6 +335,7 @@ def _read(config: Fields, name: str, generation: dict[str, Any]) -> DecoderConfi
         rotaries=rotaries,
         experts=architecture.experts(config, num_layers) if architecture.experts else None,
         latent=architecture.latent(config) if architecture.latent else None,
+        shapes=architecture.shapes(config, num_layers) if architecture.shapes else None,
     )
 
 

@@ -6,11 +6,8 @@ import math
 from collections.abc import Container, Iterator, Sequence, Set, Sized
 
 from farsight.engine.checkpoint.config_fields import CheckpointError, Shape
-from farsight.engine.checkpoint.families.record import Experts, Latent
+from farsight.engine.checkpoint.families.record import DeltaNet, Experts, Latent, LayerShape, Mixer
 from farsight.engine.checkpoint.model_config import DecoderConfig
-
-CORRECTION = "e_score_correction_bias"
-"""What is added to the scores of experts, behind the router's name."""
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
@@ -21,6 +18,12 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
         shapes.update(_norm(names.embedding_norm, config))
     if names.positions:
         shapes[f"{names.positions}.weight"] = (config.max_position_embeddings + names.unused_positions, hidden)
+    if config.blocks.layer_inputs:
+        width = config.blocks.layer_inputs
+        embedding, projection, norm = names.all_inputs
+        shapes[f"{embedding}.weight"] = (config.vocab_size, config.num_hidden_layers * width)
+        shapes[f"{projection}.weight"] = (config.num_hidden_layers * width, hidden)
+        shapes[f"{norm}.weight"] = (width,)
     for index in range(config.num_hidden_layers):
         prefix = names.layer(index)
         shapes.update((prefix + name, shape) for name, shape in _layer_shapes(config, index))
@@ -46,11 +49,11 @@ def layer_norms(config: DecoderConfig) -> list[str]:
     return (before if blocks.norm_before else []) + after
 
 
-def head_norm_sizes(config: DecoderConfig) -> tuple[int, int]:
+def head_norm_sizes(config: DecoderConfig, shape: LayerShape) -> tuple[int, int]:
     """Values of the weights of the norms of queries and of keys."""
     if config.blocks.head_norm == "all":
-        return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    return config.head_dim, config.head_dim
+        return config.num_attention_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return shape.head_dim, shape.head_dim
 
 
 def active_parameters(config: DecoderConfig) -> int:
@@ -66,27 +69,84 @@ def active_parameters(config: DecoderConfig) -> int:
 
 
 def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, Shape]]:
-    names, biases = config.names, config.biases
+    names, shape = config.names, config.shape(layer)
     hidden, experts = config.hidden_size, config.mixture(layer)
-    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     for name in layer_norms(config):
         yield from _norm(name, config)
-    if config.latent is None:
-        yield from _linear(names.qkv, [query, kv, kv], hidden, config, bias=biases.qkv)
+    if shape.mixer is not None:
+        yield from _mixer_shapes(config, shape.mixer)
+    elif config.latent is None:
+        yield from _attention_shapes(config, shape)
     else:
         yield from _latent_shapes(config, config.latent)
-    if config.blocks.head_norm:
-        for name, size in zip((names.q_norm, names.k_norm), head_norm_sizes(config), strict=True):
+        yield from _linear([names.out], [hidden], config.attended_size, config, bias=config.biases.out)
+    if config.blocks.layer_inputs:
+        gate, projection, norm = names.inputs
+        yield f"{gate}.weight", (config.blocks.layer_inputs, hidden)
+        yield f"{projection}.weight", (hidden, config.blocks.layer_inputs)
+        yield from _norm(norm, config)
+    if config.blocks.layer_scale:
+        yield names.layer_scale, (1,)
+    if experts is None or experts.beside:
+        yield from _mlp_shapes(config, names.up, names.down, shape.inner)
+    if experts is not None:
+        yield from _mixture_shapes(config, experts)
+
+
+def _attention_shapes(config: DecoderConfig, shape: LayerShape) -> Iterator[tuple[str, Shape]]:
+    names, biases, blocks = config.names, config.biases, config.blocks
+    parts, sizes = qkv_parts(config, shape)
+    yield from _linear(parts, sizes, config.hidden_size, config, bias=biases.qkv)
+    if blocks.head_norm:
+        head_norms = zip((names.q_norm, names.k_norm), head_norm_sizes(config, shape), strict=True)
+        for name, size in list(head_norms)[: 1 if shape.kv_of is not None else 2]:
             yield f"{name}.weight", (size,)
-    yield from _linear([names.out], [hidden], config.attended_size, config, bias=biases.out)
-    if config.blocks.sinks:
+    attended = config.num_attention_heads * shape.head_dim
+    yield from _linear([names.out], [config.hidden_size], attended, config, bias=biases.out)
+    if blocks.sinks:
         yield names.sinks, (config.num_attention_heads,)
-    if experts is None:
-        yield from _mlp_shapes(config, names.up, names.down, config.intermediate_size)
-        return
+
+
+def qkv_parts(config: DecoderConfig, shape: LayerShape) -> tuple[tuple[str, ...], list[int]]:
+    """The tensors that a layer's first matrix is made of, and their outputs; keys that are values too come once."""
+    query = config.num_attention_heads * shape.head_dim * (2 if config.blocks.attention_gate else 1)
+    kv = shape.kv_heads * shape.head_dim
+    if shape.kv_of is not None:
+        return config.names.qkv[:1], [query]
+    if shape.one_key:
+        return config.names.qkv[:2], [query, kv]
+    return config.names.qkv, [query, kv, kv]
+
+
+def mixer_parts(config: DecoderConfig, mixer: Mixer) -> tuple[list[str], list[int]]:
+    """The same of a layer with a state in place of attention; the names are those of the layer."""
+    names, outputs = config.names, list(mixer.outputs)
+    if len(names.mixer_in) == 1:
+        outputs = [sum(outputs)]
+    elif len(names.mixer_in) == 2:  # Qwen3-Next: all but the strengths and decays lie together
+        outputs = [outputs[0] + outputs[1], outputs[2] + outputs[3]]
+    return [f"{names.mixer}.{name}" for name in names.mixer_in], outputs
+
+
+def _mixer_shapes(config: DecoderConfig, mixer: Mixer) -> Iterator[tuple[str, Shape]]:
+    names, hidden, bias = config.names, config.hidden_size, not isinstance(mixer, DeltaNet) and mixer.bias
+    parts, sizes = mixer_parts(config, mixer)
+    yield from _linear(parts, sizes, hidden, config, bias=bias)
+    yield from _linear([f"{names.mixer}.{names.mixer_out}"], [hidden], mixer.mixed, config, bias=bias)
+    yield f"{names.mixer}.{names.mixer_conv}.weight", (mixer.convolved, 1, mixer.length)
+    if bias:
+        yield f"{names.mixer}.{names.mixer_conv}.bias", (mixer.convolved,)
+    if isinstance(mixer, DeltaNet):
+        yield f"{names.mixer}.A_log", (mixer.value_heads,)
+        yield f"{names.mixer}.dt_bias", (mixer.value_heads,)
+        yield f"{names.mixer}.norm.weight", (mixer.value,)
+
+
+def _mixture_shapes(config: DecoderConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:
+    names, hidden = config.names, config.hidden_size
     yield f"{names.router}.weight", (experts.count, hidden)
     if experts.correction:
-        yield f"{names.router}.{CORRECTION}", (experts.count,)
+        yield names.correction, (1, experts.count) if names.correction_rows else (experts.count,)
     if experts.router_bias:
         yield f"{names.router}.bias", (experts.count,)
     yield from _expert_shapes(config, experts)
@@ -94,6 +154,12 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, Shap
         yield from _mlp_shapes(config, names.shared_up, names.shared_down, experts.shared_inner)
     if experts.shared_gate:
         yield f"{names.shared_gate}.weight", (1, hidden)
+    if experts.beside:
+        of_router, of_experts, *norms = names.beside
+        yield of_router, (hidden,)
+        yield of_experts, (experts.count,)
+        for name in norms:
+            yield from _norm(name, config)
 
 
 def latent_sizes(config: DecoderConfig, latent: Latent) -> list[int]:
@@ -193,4 +259,13 @@ def _may_be_ignored(name: str, config: DecoderConfig) -> bool:
     """Tensors that carry nothing: a second copy of tied embeddings, and buffers of old checkpoints."""
     copied = config.tie_word_embeddings and name == f"{config.names.lm_head}.weight"
     further = config.names.further_layers and name.startswith(config.names.layer(config.num_hidden_layers))
-    return copied or further or name.endswith(config.names.ignored)
+    return copied or further or _is_unread_kv(name, config) or name.endswith(config.names.ignored)
+
+
+def _is_unread_kv(name: str, config: DecoderConfig) -> bool:
+    """Keys and values of a layer that reads those of an earlier one."""
+    number, _, rest = name.removeprefix(f"{config.names.layers}.").partition(".")
+    if config.shapes is None or not number.isdigit() or int(number) >= config.num_hidden_layers:
+        return False
+    unread = (*config.names.qkv[1:], config.names.k_norm)
+    return config.shape(int(number)).kv_of is not None and rest.rsplit(".", 1)[0] in unread

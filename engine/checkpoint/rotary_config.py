@@ -19,6 +19,7 @@ _FIELDS = {
     "yarn": _COMMON
     | {"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"}
     | {"original_max_position_embeddings"},
+    "proportional": _COMMON | {"factor"},
     "llama3": _COMMON | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "longrope": _COMMON
     | {"factor", "short_factor", "long_factor", "attention_factor", "original_max_position_embeddings"},
@@ -51,6 +52,14 @@ class FactorScaling:
     """Each frequency is divided by a factor of its own: what a GGUF file holds in place of Llama 3's parameters."""
 
     factors: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """The first ``turned`` frequencies of a whole head are divided by ``factor``; the others turn nothing (Gemma 4)."""
+
+    factor: float
+    turned: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,9 @@ class LongScaling:
     by_request: bool = False
 
 
-Scaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | FactorScaling | LongScaling
+Scaling = (
+    LinearScaling | ProportionalScaling | DynamicScaling | YarnScaling | Llama3Scaling | FactorScaling | LongScaling
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +168,15 @@ def read_rotary(config: Fields, head_dim: int, kinds: Sequence[str], *, partial:
     for name in rope.given():
         if name not in _FIELDS[kind]:
             raise rope.error(name, f"nothing (unknown for rope_type {kind!r})")
-    rotary_dim = _rotary_dim(config, rope, head_dim, partial=partial)
+    rotary_dim = _rotary_dim(config, rope, head_dim, partial=partial or kind == "proportional")
+    scaling = _scaling(kind, config, rope, rotary_dim)
+    if isinstance(scaling, ProportionalScaling):  # its share is of the frequencies, which are those of the whole head
+        rotary_dim = head_dim
     holder = _holder(config, rope, "rope_theta")
     theta = holder.positive("rope_theta")
     if kind == "yarn" and theta <= 1:
         raise holder.error("rope_theta", "a number > 1 for rope_type yarn")
-    return RotaryConfig(rotary_dim, theta, _scaling(kind, config, rope, rotary_dim))
+    return RotaryConfig(rotary_dim, theta, scaling)
 
 
 def _rope_fields(config: Fields) -> Fields:
@@ -195,6 +209,8 @@ def _rotary_dim(config: Fields, rope: Fields, head_dim: int, *, partial: bool) -
 def _scaling(kind: str, config: Fields, rope: Fields, rotary_dim: int) -> Scaling | None:
     if kind == "linear":
         return LinearScaling(rope.positive("factor"))
+    if kind == "proportional":
+        return ProportionalScaling(1.0 if rope["factor"] is None else rope.positive("factor"), rotary_dim // 2)
     if kind == "dynamic":
         if rotary_dim == 2:
             raise UnsupportedModelError("head_dim", rotary_dim, "more than 2 values to turn, for rope_type dynamic")

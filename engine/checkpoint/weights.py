@@ -12,17 +12,21 @@ from torch.nn import functional as F
 
 from farsight.core.errors import InvalidValueError
 from farsight.engine.checkpoint.config_fields import CheckpointError as CheckpointError
-from farsight.engine.checkpoint.families.record import Experts, Latent
+from farsight.engine.checkpoint.families.record import DeltaNet, Experts, Latent, LayerShape, Mixer
+from farsight.engine.checkpoint.layers import AllInputWeights as AllInputWeights
+from farsight.engine.checkpoint.layers import BesideWeights as BesideWeights
 from farsight.engine.checkpoint.layers import ExpertWeights as ExpertWeights
+from farsight.engine.checkpoint.layers import InputWeights as InputWeights
 from farsight.engine.checkpoint.layers import LatentWeights as LatentWeights
 from farsight.engine.checkpoint.layers import LayerWeights as LayerWeights
 from farsight.engine.checkpoint.layers import Linear as Linear
 from farsight.engine.checkpoint.layers import Matrix as Matrix
+from farsight.engine.checkpoint.layers import MixerWeights as MixerWeights
 from farsight.engine.checkpoint.layers import ModelWeights as ModelWeights
 from farsight.engine.checkpoint.layers import Norm as Norm
-from farsight.engine.checkpoint.layers import latent_orders, qkv_order, turned_order
+from farsight.engine.checkpoint.layers import delta_order, gated_order, latent_orders, qkv_order, turned_order
 from farsight.engine.checkpoint.model_config import DecoderConfig
-from farsight.engine.checkpoint.names import CORRECTION, head_norm_sizes, latent_sizes, num_parameters
+from farsight.engine.checkpoint.names import head_norm_sizes, latent_sizes, mixer_parts, num_parameters, qkv_parts
 from farsight.engine.checkpoint.quantized import QuantizedLinear, join_records
 from farsight.engine.checkpoint.repacking import record_rows
 from farsight.engine.checkpoint.sources import TensorSource, fill_rows, open_checkpoint, threads_for
@@ -170,8 +174,26 @@ class Allocation:
         head = self._lm_head(embedding)
         bias = self.tensor(f"{names.lm_head}.bias", len(embedding)) if self._config.biases.head else None
         return ModelWeights(
-            embedding, self.positions(), self.layers(), self.final_norm(), head, bias, self.embedding_norm()
+            embedding,
+            self.positions(),
+            self.layers(),
+            self.final_norm(),
+            head,
+            bias,
+            self.embedding_norm(),
+            self._all_inputs() if self._config.blocks.layer_inputs else None,
         )
+
+    def _all_inputs(self) -> AllInputWeights:
+        width, layers, hidden = (
+            self._config.blocks.layer_inputs,
+            self._config.num_hidden_layers,
+            self._config.hidden_size,
+        )
+        embedding, projection, norm = self.names.all_inputs
+        table = self.tensor(f"{embedding}.weight", self._config.vocab_size, layers * width)
+        matrix = self._linear("", [projection], [layers * width], hidden, bias=False)
+        return AllInputWeights(table, matrix, self._norm_weight(norm, width))
 
     def finish(self) -> None:
         """Brings what was read into the form that is computed with."""
@@ -211,24 +233,32 @@ class Allocation:
     def layers(self) -> tuple[LayerWeights, ...]:
         first = self._first_layer
         layers = range(self._config.num_hidden_layers)
-        return tuple(self._layer(self.names.layer(first + i), self._config.mixture(i)) for i in layers)
+        return tuple(
+            self._layer(self.names.layer(first + i), self._config.shape(i), self._config.mixture(i)) for i in layers
+        )
 
     def final_norm(self) -> Norm | None:
         return self._norm(self.names.norm) if self.names.norm else None
 
-    def _layer(self, prefix: str, experts: Experts | None) -> LayerWeights:
+    def _layer(self, prefix: str, shape: LayerShape, experts: Experts | None) -> LayerWeights:
         config, names, biases, blocks = self._config, self.names, self._config.biases, self._config.blocks
-        hidden = config.hidden_size
+        hidden, mixer = config.hidden_size, shape.mixer
         before = self._norm(prefix + names.input_norm) if blocks.norm_before else None
         own = blocks.norm_before and not blocks.one_norm
-        q_norm, k_norm = self._head_norms(prefix)
-        up, down = self._mlp(prefix, experts)
+        up, down = self._mlp(prefix, shape.inner, experts)
+        q_norm = k_norm = None
+        if mixer is None:
+            q_norm, k_norm = self._head_norms(prefix, shape)
+            attended = config.num_attention_heads * shape.head_dim if config.latent is None else config.attended_size
+            qkv, out = self._qkv(prefix, shape), self._linear(prefix, [names.out], [hidden], attended, bias=biases.out)
+        else:
+            qkv, out = self._mixer_ends(prefix, mixer)
         return LayerWeights(
             input_norm=before,
-            qkv=self._qkv(prefix),
+            qkv=qkv,
             q_norm=q_norm,
             k_norm=k_norm,
-            out=self._linear(prefix, [names.out], [hidden], config.attended_size, bias=biases.out),
+            out=out,
             post_norm=self._norm(prefix + names.post_norm) if own else before,
             up=up,
             down=down,
@@ -237,15 +267,63 @@ class Allocation:
             experts=None if experts is None else self._experts(prefix, experts),
             sinks=self.tensor(prefix + names.sinks, config.num_attention_heads) if blocks.sinks else None,
             latent=None if config.latent is None else self._latent(prefix, config.latent),
+            mixer=None if mixer is None else self._mixer(prefix + names.mixer, mixer),
+            inputs=self._inputs(prefix, blocks.layer_inputs) if blocks.layer_inputs else None,
+            scale=self.tensor(prefix + names.layer_scale, 1) if blocks.layer_scale else None,
         )
 
-    def _qkv(self, prefix: str) -> Matrix:
+    def _inputs(self, prefix: str, width: int) -> InputWeights:
+        gate, projection, norm = self.names.inputs
+        hidden = self._config.hidden_size
+        return InputWeights(
+            self._linear(prefix, [gate], [width], hidden, bias=False),
+            self._linear(prefix, [projection], [hidden], width, bias=False),
+            self._norm(prefix + norm),
+        )
+
+    def _mixer_ends(self, prefix: str, mixer: Mixer) -> tuple[Matrix, Matrix]:
+        """The first and the last matrix of a layer with a state."""
+        names, hidden, bias = self.names, self._config.hidden_size, not isinstance(mixer, DeltaNet) and mixer.bias
+        parts, sizes = mixer_parts(self._config, mixer)
+        order = delta_order(mixer) if names.mixer_grouped and isinstance(mixer, DeltaNet) else None
+        first = self._linear(prefix, parts, sizes, hidden, bias=bias, order=order)
+        return first, self._linear(prefix, [f"{names.mixer}.{names.mixer_out}"], [hidden], mixer.mixed, bias=bias)
+
+    def _mixer(self, prefix: str, mixer: Mixer) -> MixerWeights:
+        channels, conv = mixer.convolved, f"{prefix}.{self.names.mixer_conv}"
+        stored, taps = self._exact(f"{conv}.weight", channels, 1, mixer.length), torch.empty(mixer.length, channels)
+        self._finish.append(lambda: taps.copy_(stored[:, 0].t()))
+        if not isinstance(mixer, DeltaNet):
+            return MixerWeights(taps, self._exact(f"{conv}.bias", channels) if mixer.bias else None)
+        rates = self._exact(f"{prefix}.A_log", mixer.value_heads)
+        self._finish.append(lambda: rates.exp_().neg_())
+        steps, norm = (
+            self._exact(f"{prefix}.dt_bias", mixer.value_heads),
+            self._exact(f"{prefix}.norm.weight", mixer.value),
+        )
+        return MixerWeights(taps, None, rates, steps, norm)
+
+    def _exact(self, name: str, *shape: int) -> Tensor:
+        """A tensor that is computed with in float32, whatever the model's type is."""
+        self.targets[name] = torch.empty(shape, dtype=torch.float32, device=self._device)
+        return self.targets[name]
+
+    def _qkv(self, prefix: str, shape: LayerShape) -> Matrix:
         config, names, latent = self._config, self.names, self._config.latent
         if latent is None:
-            query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
             order = None if names.in_order else qkv_order(config)
-            sizes = [query, kv, kv]
-            return self._linear(prefix, names.qkv, sizes, config.hidden_size, bias=config.biases.qkv, order=order)
+            if config.blocks.attention_gate:
+                order = gated_order(config.num_attention_heads, shape)
+            parts, sizes = qkv_parts(config, shape)
+            if shape.one_key:
+                parts, sizes, order = (*parts, parts[1]), [*sizes, sizes[1]], None
+            made = self._linear(prefix, parts, sizes, config.hidden_size, bias=config.biases.qkv, order=order)
+            if shape.one_key and isinstance(
+                made, Linear
+            ):  # the last rows have been read; those of the keys are the same
+                _, keys, values = torch.split(made.weight, sizes)
+                self._finish.append(lambda: keys.copy_(values))
+            return made
         sizes = latent_sizes(config, latent)
         query_order, row_order = latent_orders(latent, config.num_attention_heads)
         first = query_order if latent.q_rank is None else torch.arange(latent.q_rank)
@@ -262,23 +340,25 @@ class Allocation:
         keys, values = torch.split(up.view(heads, -1, latent.rank), [latent.plain, latent.value], 1)
         return LatentWeights(q_norm, q_up, self._norm_weight(prefix + names.k_norm, latent.rank), keys, values)
 
-    def _head_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
+    def _head_norms(self, prefix: str, shape: LayerShape) -> tuple[Tensor | None, Tensor | None]:
         config, names = self._config, self.names
         if config.blocks.head_norm is None:
             return None, None
-        q_size, k_size = head_norm_sizes(config)
+        q_size, k_size = head_norm_sizes(config, shape)
         q_norm = self._norm_weight(f"{prefix}{names.q_norm}", q_size)
+        if shape.kv_of is not None:
+            return q_norm, None
         k_norm = self._norm_weight(f"{prefix}{names.k_norm}", k_size)
         if names.interleaved:
             for weight in (q_norm, k_norm):
                 self._reorder(weight, turned_order(config, len(weight) // config.head_dim))
         return q_norm, k_norm
 
-    def _mlp(self, prefix: str, experts: Experts | None) -> tuple[Matrix | None, Matrix | None]:
+    def _mlp(self, prefix: str, inner: int, experts: Experts | None) -> tuple[Matrix | None, Matrix | None]:
         """The MLP that every token takes."""
         names = self.names
-        if experts is None:
-            return self._gated(prefix, names.up, names.down, self._config.intermediate_size)
+        if experts is None or experts.beside:
+            return self._gated(prefix, names.up, names.down, inner)
         if not experts.shared_inner:
             return None, None
         return self._gated(prefix, names.shared_up, names.shared_down, experts.shared_inner)
@@ -301,10 +381,11 @@ class Allocation:
         correction = None
         if experts.correction:
             correction = torch.empty(experts.count, dtype=torch.float32, device=self._device)
-            self.targets[f"{prefix}{names.router}.{CORRECTION}"] = correction
+            self.targets[prefix + names.correction] = correction[None] if names.correction_rows else correction
         own = range(experts.count) if self._own_experts is None else self._own_experts
+        beside = self._beside(prefix, experts) if experts.beside else None
         if "{}" not in names.expert_down:
-            return ExpertWeights(router, *self._stacked(prefix, experts, len(own)), correction, own.start)
+            return ExpertWeights(router, *self._stacked(prefix, experts, len(own)), correction, own.start, beside)
         pairs = [
             self._gated(
                 prefix, [name.format(i) for name in names.expert_up], names.expert_down.format(i), experts.inner
@@ -312,7 +393,13 @@ class Allocation:
             for i in own
         ]
         up, down = tuple(up for up, _ in pairs), tuple(down for _, down in pairs)
-        return ExpertWeights(router, up, down, correction, own.start)
+        return ExpertWeights(router, up, down, correction, own.start, beside)
+
+    def _beside(self, prefix: str, experts: Experts) -> BesideWeights:
+        of_router, of_experts, *norms = (prefix + name for name in self.names.beside)
+        router = self._exact(of_router, self._config.hidden_size)
+        self._finish.append(lambda: router.mul_(self._config.hidden_size**-0.5))
+        return BesideWeights(router, self._exact(of_experts, experts.count), *map(self._norm, norms))
 
     def _stacked(self, prefix: str, experts: Experts, count: int) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...]]:
         """Experts that lie in one tensor each for all first and all second products."""

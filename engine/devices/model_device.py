@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from farsight.core.config.engine import EngineConfig
+from farsight.core.errors import ConfigError
 from farsight.core.processors import compute_threads
 from farsight.core.request import Request, SamplingParams
 from farsight.engine import cuda
@@ -67,8 +68,12 @@ def load_device(
     token_bytes = config.kv_bytes_per_token(kv_dtype)
     context_len = resolve_max_model_len(config, engine.max_model_len)
     auto_bytes = int(AUTO_SHARE / num_replicas * available_bytes())
-    num_blocks = num_pool_blocks(engine, token_bytes, context_len, auto_bytes)
-    num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_blocks if swaps else 0, auto_bytes)
+    num_states = _num_states(config, engine, auto_bytes)
+    num_blocks = num_pool_blocks(
+        engine, token_bytes, context_len, auto_bytes - num_states * STATE_BYTES * config.state_size
+    )
+    num_swapped = num_blocks if swaps and not num_states else 0
+    num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_swapped, auto_bytes)
     runner = ModelRunner.from_dir(
         model_dir,
         config=config,
@@ -82,10 +87,37 @@ def load_device(
         num_threads=num_threads,
         kv_dtype=engine.kv_dtype,
         progress=progress,
+        num_states=num_states,
     )
     copier = make_copier(config, runner.pool, num_host_blocks, on_gpu=False)
     exact = isinstance(runner.backend, NativeBackend)
-    return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier, exact)
+    return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier, exact, num_states)
+
+
+STATE_BYTES = 4
+PAUSED_STATES = 2
+"""Sequences that may have a state, for each that may be in a step: the others are paused."""
+
+
+def _num_states(config: DecoderConfig, engine: EngineConfig, auto_bytes: int) -> int:
+    """Returns how many sequences may have a state; 0 for a model without.
+
+    Raises:
+        ConfigError: What is asked for cannot be done with states, or half of ``auto_bytes`` holds not even one.
+    """
+    if not config.state_size:
+        return 0
+    if engine.host_kv_bytes():
+        expected = (
+            f"auto or 0: states of {config.architecture} stay on the device, and paused sequences are computed again"
+        )
+        raise ConfigError("engine.host_kv_memory", engine.host_kv_memory, expected)
+    each = STATE_BYTES * config.state_size
+    found = min(PAUSED_STATES * engine.max_num_seqs, auto_bytes // 2 // each)
+    if found < 1:
+        raise ConfigError("model", config.architecture, f"a machine with room for a state of {each} bytes a sequence")
+    logger.info("room for the states of %d sequences, of %.1f MiB each; no prefix is cached", found, each / (1 << 20))
+    return found
 
 
 def load_gpu_device(
@@ -106,6 +138,8 @@ def load_gpu_device(
         num_replicas: As in ``load_device``, as are the others; each replica has a GPU of its own.
     """
     cuda.check_device(engine.device)
+    if config.shapes is not None:
+        raise ConfigError("engine.device", engine.device, f"cpu: layers of {config.architecture} differ in shape")
     keep_compiled()
     dtype = parse_dtype(dtype_name, config, engine.device)
     token_bytes = config.kv_bytes_per_token(dtype)

@@ -43,7 +43,7 @@ class FusedLayers(DecoderLayers):
             self._keep_middle(i, hidden)
             own_tables = tables if self._layer_tables is None else self._layer_tables[i]
             query, key, value = self._turned(i, linear(normed, layer.qkv), own_tables, positions, layout, pool)
-            attended = attention.attend(i, query, key, value, layer.sinks)
+            attended = attention.attend(i, self._scaled_queries(query, layout), key, value, layer.sinks)
             if latent is not None and layer.latent is not None:
                 attended = latent_values(latent, layer.latent, attended)
             out = self._add_up(linear(attended, layer.out))

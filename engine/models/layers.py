@@ -149,6 +149,8 @@ class DecoderLayers:
         """Rows of the next step whose states behind half of the layers are wanted; None for none."""
         self.middle: Tensor | None = None
         """These states of the last step, float32 ``[R, hidden]``."""
+        self.inputs: Tensor | None = None
+        """What each layer of the next step gets beside the stream, ``[T, layers, inputs]``; None for nothing."""
         self._layers = layers
         self._add_up = add_up
         self._before: BeforeAttention = self._heads
@@ -176,12 +178,21 @@ class DecoderLayers:
             if self.cut_off_at_s < math.inf and time.monotonic() >= self.cut_off_at_s:
                 raise IterationCutOff
             if self._layer_tables is not None:
-                rotation = _rows_of(self._layer_tables[i], layout.positions)
+                rotation = rows_of(self._layer_tables[i], layout.positions)
             query, key, value = self._before(layer, hidden, rotation)
+            query = self._scaled_queries(query, layout)
             pool.keys[i].index_copy_(0, layout.slot_ids, key)
             pool.values[i].index_copy_(0, layout.slot_ids, value)
             hidden = self._after(layer, hidden, attention.attend(i, query, key, value, layer.sinks))
         return hidden
+
+    def _scaled_queries(self, query: Tensor, layout: StepLayout) -> Tensor:
+        """Multiplies queries with what their positions ask for."""
+        scale = self.config.blocks.query_scale
+        if scale is None:
+            return query
+        factors = 1 + scale.beta * torch.log1p(torch.floor(layout.positions / scale.length))
+        return query * factors.to(query.dtype)[:, None, None]
 
     def _keep_middle(self, index: int, hidden: Tensor) -> None:
         """Keeps the wanted rows before the layer ``index``, if that begins the second half."""
@@ -190,7 +201,7 @@ class DecoderLayers:
 
     def _rotation(self, layout: StepLayout) -> Rotation | None:
         """Returns what turns each row: by its position, or by each of its axes."""
-        rotation, given = _rows_of(self._tables, layout.positions), layout.given
+        rotation, given = rows_of(self._tables, layout.positions), layout.given
         if rotation is None or self._tables is None or given is None or given.positions is None:
             return rotation
         rotary = self.config.rotary
@@ -211,7 +222,7 @@ class DecoderLayers:
         else:
             heads, value = self._split(made, layer)
         if rotation is not None:
-            heads = _rotate(heads, rotation)
+            heads = rotate(heads, rotation)
         key = heads[:, num_heads:]
         return heads[:, :num_heads], key, key if value is None else value
 
@@ -301,7 +312,7 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _rows_of(tables: Rotation | None, positions: Tensor) -> Rotation | None:
+def rows_of(tables: Rotation | None, positions: Tensor) -> Rotation | None:
     if tables is None:
         return None
     cos, sin = tables
@@ -328,7 +339,7 @@ def _tables(config: RotaryConfig | None, max_len: int, like: Tensor) -> Rotation
     return cos[:, None].to(like.device), sin[:, None].to(like.device)
 
 
-def _rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     """Turns heads, ``[T, n, head_dim]``, by the rotary embedding; where it does not turn the whole head, in place."""
     cos, sin = rotation
     rotary_dim = cos.shape[-1]

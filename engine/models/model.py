@@ -6,6 +6,7 @@ few of them as the arithmetic allows. Numerics follow transformers' models of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,9 +16,10 @@ from torch.nn import functional as F
 from farsight.engine.attention.attention import StepAttention, StepLayout
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.quantized import QuantizedLinear
-from farsight.engine.checkpoint.weights import LayerWeights, ModelWeights, Norm
+from farsight.engine.checkpoint.weights import AllInputWeights, LayerWeights, ModelWeights, Norm
 from farsight.engine.kv_pool import KVPool
-from farsight.engine.models.layers import DecoderLayers, normalised
+from farsight.engine.models.layers import DecoderLayers, linear, normalised
+from farsight.engine.models.mixed import MixedLayers
 
 
 class DecoderModel:
@@ -60,6 +62,8 @@ class DecoderModel:
         """Returns ``rows``, and the same rows behind half of the layers if they are wanted, float32 ``[R, hidden]``."""
         weights = self.weights
         hidden = embed(layout, weights.embedding, weights.positions, self.config, weights.embedding_norm)
+        if weights.inputs is not None:
+            self._layers.inputs = layer_inputs(layout, hidden, weights.inputs, self.config)
         if layout.given is not None:
             hidden.index_copy_(0, layout.given.rows, layout.given.values.to(hidden.dtype))
         self._layers.middle_rows = layout.sample_rows if keeps_middle else None
@@ -94,6 +98,19 @@ def embed(
     return hidden if norm is None else normalised(hidden, norm, config)
 
 
+def layer_inputs(layout: StepLayout, hidden: Tensor, weights: AllInputWeights, config: DecoderConfig) -> Tensor:
+    """Returns what each layer gets of each token beside the residual stream, ``[T, layers, inputs]``.
+
+    Args:
+        hidden: The embeddings, ``[T, hidden]``.
+    """
+    width = config.blocks.layer_inputs
+    own = F.embedding(layout.token_ids, weights.embedding) * float(torch.tensor(math.sqrt(width), dtype=hidden.dtype))
+    made = linear(hidden, weights.projection) * config.hidden_size**-0.5
+    made = F.rms_norm(made.view(len(hidden), -1, width), (width,), None, config.norm_eps) * weights.norm
+    return (made.to(hidden.dtype) + own.view_as(made)) * 2**-0.5
+
+
 def last_hidden(rows: Tensor, config: DecoderConfig, norm: Norm | None) -> Tensor:
     """Returns hidden states behind the last norm, float32 ``[R, hidden]``, of rows behind the last layer."""
     if norm is None:
@@ -125,6 +142,8 @@ def make_layers(
     config: DecoderConfig, layers: Sequence[LayerWeights], max_len: int, like: Tensor, *, compiled: bool
 ) -> DecoderLayers:
     """Makes the layers of a whole model, in the fastest way for the device of ``like``; see ``DecoderLayers``."""
+    if config.shapes is not None:
+        return MixedLayers(config, layers, max_len, like)
     if like.device.type == "cuda" and not compiled:
         from farsight.engine.models.fused_layers import FusedLayers  # needs Triton, which torch for CUDA brings
 

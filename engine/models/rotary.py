@@ -13,6 +13,7 @@ from farsight.engine.checkpoint.rotary_config import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     RotaryConfig,
     YarnScaling,
 )
@@ -53,6 +54,9 @@ def frequencies(config: RotaryConfig, max_len: int) -> Tensor:
     plain = 1.0 / (config.theta**exponents)
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor
+    if isinstance(scaling, ProportionalScaling):
+        turned = torch.arange(len(plain)) < scaling.turned
+        return torch.where(turned, plain / scaling.factor, 0.0)
     if isinstance(scaling, FactorScaling):
         return plain / torch.tensor(scaling.factors, dtype=torch.float32)
     if isinstance(scaling, YarnScaling):

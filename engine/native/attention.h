@@ -22,7 +22,7 @@ namespace farsight {
 constexpr int kMaxQueries = 8;     // most queries of a head in one tile: tokens times the heads that share keys
 constexpr int kHeadsTogether = 4;  // most KV heads that are read side by side
 constexpr int kChunkTokens = 128;  // keys between two corrections of the softmax
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 constexpr float kLowest = -1e30f;
 
 struct Shape {

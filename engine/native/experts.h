@@ -29,6 +29,8 @@ struct Experts {
   int groups = 1, active_groups = 1, group_best = 1;
   float scale = 1.0f;
   const float* correction = nullptr;
+  const float *router_norm = nullptr, *scales = nullptr;
+  FsNorm before{}, after_mlp{}, after{};
   std::unique_ptr<Linear> router;
   std::vector<std::unique_ptr<Linear>> up, down;
 };
@@ -78,11 +80,18 @@ inline void lose_row(const Experts& experts, int* chosen, float* weights) {
   for (int i = 0; i < experts.active; ++i) chosen[i] = i, weights[i] = std::numeric_limits<float>::quiet_NaN();
 }
 
-// The same as `route` where the weights are sigmoids of the scores.
-inline void route_by_sigmoid(const Experts& experts, float* scores, int* chosen, float* weights) {
-  std::vector<float> each(experts.count);
-  for (int i = 0; i < experts.count; ++i) {
-    each[i] = sigmoid(scores[i]);
+// The same as `route` where a weight is not that of a softmax of the chosen scores: sigmoids, or a correction of the choice.
+inline void route_by_weight(const Experts& experts, float* scores, int* chosen, float* weights) {
+  const int n = experts.count;
+  std::vector<float> each(n);
+  float whole = 1.0f;
+  if (!experts.sigmoid) {
+    const float top = *std::max_element(scores, scores + n);
+    whole = 0.0f;
+    for (int i = 0; i < n; ++i) whole += each[i] = exp(scores[i] - top);
+  }
+  for (int i = 0; i < n; ++i) {
+    each[i] = experts.sigmoid ? sigmoid(scores[i]) : each[i] / whole;
     scores[i] = experts.correction ? each[i] + experts.correction[i] : each[i];
   }
   if (experts.groups > 1) keep_groups(experts, scores);
@@ -103,7 +112,7 @@ inline void route_by_sigmoid(const Experts& experts, float* scores, int* chosen,
 // The experts of a row and their weights, best first; of equal scores the lower number. `scores` is changed.
 inline void route(const Experts& experts, float* scores, int* chosen, float* weights) {
   const int n = experts.count;
-  if (experts.sigmoid) return route_by_sigmoid(experts, scores, chosen, weights);
+  if (experts.sigmoid || experts.correction) return route_by_weight(experts, scores, chosen, weights);
   float top = scores[0], total = 0.0f;
   for (int i = 1; i < n; ++i) top = std::max(top, scores[i]);
   if (!experts.normalized) {
@@ -126,6 +135,8 @@ inline void route(const Experts& experts, float* scores, int* chosen, float* wei
     if (experts.normalized) total += weights[j];
   }
   for (int j = 0; j < experts.active; ++j) weights[j] = weights[j] / total * experts.scale;
+  if (experts.scales)
+    for (int j = 0; j < experts.active; ++j) weights[j] *= experts.scales[chosen[j]];
 }
 
 // Sorts the choices of all rows by expert; within an expert rows keep their order.

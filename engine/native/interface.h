@@ -27,6 +27,9 @@ struct FsConfig {
   const void* embedding;           // [vocab, hidden], in the model's type; stays where it is
   const void* positions;           // [n, hidden], or none
   FsNorm embedding_norm;
+  const float* query_scales;  // [positions]: factors of queries, or none
+  float* states;              // of a sequence each: [rows, state_size], or none
+  int64_t state_size;
 };
 
 // FsConfig.activation
@@ -48,6 +51,15 @@ struct FsLinear {
   int32_t num_parts;
 };
 
+// What every layer gets of a token beside the residual stream.
+struct FsInputs {
+  const void* embedding;  // [vocab, layers * width], in the model's type; stays where it is
+  FsLinear projection;    // of the embeddings of the stream
+  const float* norm;      // [width]
+  int32_t width;
+  float scale;            // of the embeddings
+};
+
 // A mixture of experts in place of an MLP.
 struct FsExperts {
   int32_t count, active;  // 0: the layer has none
@@ -60,6 +72,22 @@ struct FsExperts {
   FsLinear router;
   const FsLinear* up;     // [count]
   const FsLinear* down;
+  const float* router_norm;       // beside an MLP: of the router's input, [hidden]; none: in place of an MLP
+  const float* scales;            // of the weights of each expert, [count]
+  FsNorm before, after_mlp, after;  // of the experts' input, of what the MLP gives, of what the experts give
+};
+
+// FsMixer.kind
+enum { kAttention = 0, kShortConvolution = 1, kDelta = 2 };
+
+// What a layer has in place of attention; names and layouts as in engine/checkpoint/layers.py.
+struct FsMixer {
+  int32_t kind, length, convolved, mixed;
+  int32_t key_heads, value_heads, key, value;
+  const float* taps;  // [length, convolved]
+  const float* bias;  // [convolved], or none
+  const float *rates, *steps, *norm;
+  int64_t first;      // of the layer's values in the state of a sequence
 };
 
 // Latent attention: the first matrix of a layer makes queries or their latent, then the row of a token.
@@ -86,6 +114,14 @@ struct FsLayer {
   const float* sinks;  // scores that take part in the softmax, [heads], or none
   FsExperts experts;
   FsLatent latent;
+  FsMixer mixer;
+  int32_t head_dim, kv_heads;
+  int32_t keeps_kv;      // 0: keys and values are those of an earlier layer, and the first matrix makes queries alone
+  int32_t gated;         // attention: the first matrix makes a gate behind the values for each value of the heads
+  const float* v_norm;   // of each value, [head_dim], or none
+  FsLinear inputs_gate, inputs_out;  // of what the layer gets beside the stream, or none
+  FsNorm inputs_norm;
+  float scale;           // of the stream at the layer's end
 };
 
 struct FsStep {
@@ -96,6 +132,7 @@ struct FsStep {
   const int32_t* lengths;      // [items, 2]: queries, tokens with them
   const int32_t* tables;       // [items, width]
   int32_t width;
+  const int32_t* state_rows;   // [items], or none
   const int64_t* sample_rows;  // ascending
   float* logits;               // [samples, vocab]
   int64_t* best;               // [samples]

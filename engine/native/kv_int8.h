@@ -4,7 +4,7 @@
 //   keys    [head_dim / 2][block_size][2] int8, then scales [block_size] float32    a vector holds tokens
 //   values  [block_size / 2][head_dim][2] int8, then scales [block_size] float32    a vector holds dimensions
 // Pairs are neighbours along the summed dimension. They are multiplied with queries and softmax weights in 16 bits, into
-// 32-bit sums, which cannot overflow: 256 dimensions of 127 * 32767, or 128 tokens. Integer sums have no order, so every
+// 32-bit sums, which cannot overflow: 512 dimensions of 127 * 32767, or 128 tokens. Integer sums have no order, so every
 // instruction set gives the same.
 #pragma once
 

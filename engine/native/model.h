@@ -17,7 +17,7 @@ namespace farsight {
 
 struct Layer {
   FsNorm input_norm, post_norm, after_attention, after_mlp;
-  const float *q_norm, *k_norm;
+  const float *q_norm, *k_norm, *v_norm;
   std::unique_ptr<Linear> qkv, out, up, down;  // up and down may be missing beside experts
   std::unique_ptr<Experts> experts;
   std::unique_ptr<Latent> latent;
@@ -25,6 +25,12 @@ struct Layer {
   int rotary_dim, window;
   Cache cache;
   const float* sinks;
+  Shape shape;
+  bool keeps_kv, gated;
+  FsMixer mixer;
+  std::unique_ptr<Linear> inputs_gate, inputs_out;
+  FsNorm inputs_norm;
+  float scale;
 };
 
 struct Model {
@@ -41,8 +47,10 @@ struct Model {
   std::vector<Layer> layers;
   FsNorm norm;
   std::unique_ptr<Linear> lm_head;
+  FsInputs all_inputs{};  // width 0: layers get nothing beside the stream
+  std::unique_ptr<Linear> inputs_projection;
   // Scratch, kept from step to step: fresh memory would cost page faults.
-  std::vector<float> hidden, wide, sampled, attended, entered;
+  std::vector<float> hidden, wide, sampled, attended, entered, inputs;
   std::vector<uint32_t> packed, picked, queries;
   ExpertRows expert_rows;
   LatentRows latent_rows;
@@ -69,6 +77,11 @@ inline std::unique_ptr<Experts> make_experts(const FsConfig& config, const FsExp
   experts->correction = from.correction;
   experts->scale = from.scale;
   experts->router = make_linear(config, from.router);
+  experts->router_norm = from.router_norm;
+  experts->scales = from.scales;
+  experts->before = from.before;
+  experts->after_mlp = from.after_mlp;
+  experts->after = from.after;
   for (int i = 0; i < from.count; ++i) {
     experts->up.push_back(make_linear(config, from.up[i]));
     experts->down.push_back(make_linear(config, from.down[i]));
@@ -88,8 +101,20 @@ inline std::unique_ptr<Latent> make_latent(const FsConfig& config, const FsLaten
   return latent;
 }
 
-inline Layer make_layer(const FsConfig& config, const FsLayer& from) {
+inline Layer make_layer(const FsConfig& config, const Shape& shape, const FsLayer& from) {
   Layer layer;
+  layer.shape = shape;
+  layer.shape.head_dim = from.head_dim;
+  layer.shape.kv_heads = from.kv_heads;
+  if (!config.latent) layer.shape.value_dim = from.head_dim;
+  layer.keeps_kv = from.keeps_kv;
+  layer.gated = from.gated;
+  layer.v_norm = from.v_norm;
+  layer.mixer = from.mixer;
+  layer.inputs_gate = make_linear(config, from.inputs_gate);
+  layer.inputs_out = make_linear(config, from.inputs_out);
+  layer.inputs_norm = from.inputs_norm;
+  layer.scale = from.scale;
   layer.input_norm = from.input_norm;
   layer.post_norm = from.post_norm;
   layer.after_attention = from.after_attention;

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Mapping
-from ctypes import POINTER, Array, Structure, byref, c_char_p, c_double, c_float, c_int32, c_void_p
+from ctypes import POINTER, Array, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +23,18 @@ from farsight.engine.attention.layout import (
     find_given_rows,
     find_sample_rows,
 )
+from farsight.engine.checkpoint.families.record import DeltaNet
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 from farsight.engine.checkpoint.rotary_config import RotaryConfig
 from farsight.engine.checkpoint.weights import (
+    AllInputWeights,
     ExpertWeights,
     LatentWeights,
     LayerWeights,
     Linear,
     Matrix,
+    MixerWeights,
     ModelWeights,
     Norm,
 )
@@ -57,6 +60,7 @@ class NativeStep:
         tables: int32 ``[items, width]``: blocks of the sequence; the rest is arbitrary.
         sample_rows: int64 ``[R]``, ascending.
         given: Rows whose embeddings are not those of their tokens; None without.
+        state_rows: int32 ``[items]``: rows of their states; None without states.
     """
 
     rows: np.ndarray
@@ -64,6 +68,7 @@ class NativeStep:
     tables: np.ndarray
     sample_rows: np.ndarray
     given: GivenRows | None = None
+    state_rows: np.ndarray | None = None
 
 
 def build_native_step(
@@ -99,7 +104,8 @@ def _tables(items: list[StepItem]) -> np.ndarray:
 
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
+_MAX_TAPS, _MAX_DELTA = 16, 256
 _MAX_LATENT = 576
 _VECTOR = 16
 _PANEL = 64
@@ -124,6 +130,8 @@ class _Config(Structure):
         *((name, c_float) for name in ("gate_limit", "gate_alpha")),
         *((name, c_void_p) for name in ("slopes", "embedding", "positions")),
         ("embedding_norm", _Norm),
+        *((name, c_void_p) for name in ("query_scales", "states")),
+        ("state_size", c_int64),
     )
 
 
@@ -151,6 +159,27 @@ class _Experts(Structure):
         ("correction", c_void_p),
         ("router", _Linear),
         *((name, POINTER(_Linear)) for name in ("up", "down")),
+        *((name, c_void_p) for name in ("router_norm", "scales")),
+        *((name, _Norm) for name in ("before", "after_mlp", "after")),
+    )
+
+
+class _Mixer(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "length", "convolved", "mixed")),
+        *((name, c_int32) for name in ("key_heads", "value_heads", "key", "value")),
+        *((name, c_void_p) for name in ("taps", "bias", "rates", "steps", "norm")),
+        ("first", c_int64),
+    )
+
+
+class _Inputs(Structure):
+    _fields_ = (
+        ("embedding", c_void_p),
+        ("projection", _Linear),
+        ("norm", c_void_p),
+        ("width", c_int32),
+        ("scale", c_float),
     )
 
 
@@ -175,6 +204,12 @@ class _Layer(Structure):
         ("sinks", c_void_p),
         ("experts", _Experts),
         ("latent", _Latent),
+        ("mixer", _Mixer),
+        *((name, c_int32) for name in ("head_dim", "kv_heads", "keeps_kv", "gated")),
+        ("v_norm", c_void_p),
+        *((name, _Linear) for name in ("inputs_gate", "inputs_out")),
+        ("inputs_norm", _Norm),
+        ("scale", c_float),
     )
 
 
@@ -183,6 +218,7 @@ class _Step(Structure):
         *((name, c_int32) for name in ("num_rows", "num_items", "num_samples")),
         *((name, c_void_p) for name in ("token_ids", "positions", "slot_ids", "lengths", "tables")),
         ("width", c_int32),
+        ("state_rows", c_void_p),
         *((name, c_void_p) for name in ("sample_rows", "logits", "best", "hidden", "middle")),
         *((name, c_void_p) for name in ("given_of", "given", "given_cos", "given_sin")),
         ("cut_off_at_s", c_double),
@@ -194,8 +230,15 @@ def native_problem(config: DecoderConfig, dtype: torch.dtype, block_size: int) -
     if dtype not in _DTYPES:
         return f"dtype {dtype}: float32 and bfloat16 are compiled"
     most = _MAX_HEAD_DIM if config.latent is None else _MAX_LATENT
-    if config.head_dim % 2 or config.head_dim > most:
-        return f"head_dim {config.head_dim}: even numbers up to {most} are compiled"
+    shapes = [config.shape(layer) for layer in range(config.num_hidden_layers)]
+    for head_dim in {shape.head_dim for shape in shapes}:
+        if head_dim % 2 or head_dim > most:
+            return f"head_dim {head_dim}: even numbers up to {most} are compiled"
+    for _, mixer in config.mixers:
+        if mixer.length > _MAX_TAPS:
+            return f"a convolution of {mixer.length} tokens: up to {_MAX_TAPS} are compiled"
+        if isinstance(mixer, DeltaNet) and max(mixer.key, mixer.value) > _MAX_DELTA:
+            return f"keys of {mixer.key} and values of {mixer.value}: up to {_MAX_DELTA} are compiled"
     if block_size % _VECTOR:
         return f"block_size {block_size}: multiples of {_VECTOR} are compiled"
     experts = config.experts
@@ -254,6 +297,8 @@ class NativeModel:
         self._tables = {rotary: self._rotary_tables(rotary) for rotary in set(config.layer_rotaries)}
         self._call("fs_create", byref(self._config(config, weights, pool, num_threads)), byref(self.handle))
         weakref.finalize(self, self._library.fs_destroy, self.handle)
+        if weights.inputs is not None:
+            self._call("fs_set_inputs", self.handle, byref(self._inputs(weights.inputs, config)))
         for index, layer in enumerate(weights.layers):
             packed = self._layer(layer, config, pool, index)
             self._call("fs_add_layer", self.handle, byref(packed))
@@ -298,6 +343,7 @@ class NativeModel:
             num_samples,
             *(_address(array) for array in (token_ids, positions, slot_ids, step.lengths, step.tables)),
             step.tables.shape[1],
+            None if step.state_rows is None else _address(step.state_rows),
             _address(step.sample_rows),
             self._logits.data_ptr(),
             _address(self._best),
@@ -356,7 +402,24 @@ class NativeModel:
             weights.embedding.data_ptr(),
             None if weights.positions is None else weights.positions.data_ptr(),
             self._norm(weights.embedding_norm),
+            self._query_scales(config),
+            None if pool.states is None else pool.states.rows.data_ptr(),
+            config.state_size,
         )
+
+    def _query_scales(self, config: DecoderConfig) -> int | None:
+        scale = config.blocks.query_scale
+        if scale is None:
+            return None
+        positions = torch.arange(self._num_positions, dtype=torch.float32)
+        return self._floats(1 + scale.beta * torch.log1p(torch.floor(positions / scale.length)))
+
+    def _inputs(self, weights: AllInputWeights, config: DecoderConfig) -> _Inputs:
+        self._keep.append(weights.embedding)
+        width, dtype = config.blocks.layer_inputs, weights.embedding.dtype
+        scale = float(torch.tensor(math.sqrt(width), dtype=dtype))
+        projection = self._linear(weights.projection)
+        return _Inputs(weights.embedding.data_ptr(), projection, self._floats(weights.norm), width, scale)
 
     def _rotary_tables(self, rotary: RotaryConfig | None) -> tuple[int | None, int | None, int]:
         """Cosines, sines and how many values of a head they turn."""
@@ -367,6 +430,7 @@ class NativeModel:
         return self._floats(cos[:, :half]), self._floats(sin[:, :half]), rotary.rotary_dim
 
     def _layer(self, layer: LayerWeights, config: DecoderConfig, pool: KVPool, index: int) -> _Layer:
+        shape, inputs = config.shape(index), layer.inputs
         norms = (layer.input_norm, layer.post_norm, layer.after_attention, layer.after_mlp)
         return _Layer(
             *(self._norm(norm) for norm in norms),
@@ -381,7 +445,27 @@ class NativeModel:
             self._floats(layer.sinks),
             _Experts() if layer.experts is None else self._experts(layer.experts, config),
             _Latent() if layer.latent is None else self._latent(layer.latent),
+            _Mixer() if layer.mixer is None else self._mixer(layer.mixer, config, pool, index),
+            shape.head_dim,
+            shape.kv_heads,
+            int(shape.keeps_kv),
+            int(config.blocks.attention_gate),
+            self._floats(torch.ones(shape.head_dim)) if config.blocks.value_norm else None,
+            *((_Linear(),) * 2 if inputs is None else map(self._linear, (inputs.gate, inputs.projection))),
+            _Norm() if inputs is None else self._norm(inputs.norm),
+            1.0 if layer.scale is None else float(layer.scale),
         )
+
+    def _mixer(self, weights: MixerWeights, config: DecoderConfig, pool: KVPool, index: int) -> _Mixer:
+        mixer, states = config.shape(index).mixer, pool.states
+        assert mixer is not None and states is not None, "weights are of the configuration"
+        delta = (
+            (mixer.key_heads, mixer.value_heads, mixer.key, mixer.value) if isinstance(mixer, DeltaNet) else (0,) * 4
+        )
+        held = (weights.taps, weights.bias, weights.rates, weights.steps, weights.norm)
+        kind = 2 if isinstance(mixer, DeltaNet) else 1  # as in interface.h
+        sizes = kind, mixer.length, mixer.convolved, mixer.mixed
+        return _Mixer(*sizes, *delta, *map(self._floats, held), states.first_value(index))
 
     def _latent(self, weights: LatentWeights) -> _Latent:
         q_up = _Linear() if weights.q_up is None else self._linear(weights.q_up)
@@ -399,10 +483,15 @@ class NativeModel:
         flags = (experts.normalized, experts.shared_gate, experts.scores == "sigmoid")
         groups = experts.groups, experts.active_groups, experts.group_best
         correction = self._floats(weights.correction)
-        router = self._linear(weights.router)
-        return _Experts(
+        router, beside = self._linear(weights.router), weights.beside
+        found = _Experts(
             experts.count, experts.active, *map(int, flags), *groups, experts.scale, correction, router, up, down
         )
+        if beside is not None:
+            found.router_norm, found.scales = self._floats(beside.router), self._floats(beside.scales)
+            norms = (beside.before, beside.after_mlp, beside.after)
+            found.before, found.after_mlp, found.after = map(self._norm, norms)
+        return found
 
     def _norm(self, norm: Norm | None) -> _Norm:
         return _Norm(None, None) if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
@@ -459,6 +548,7 @@ class NativeBackend:
         self._block_size = pool.block_size
         self._config = config
         self._last_norm = weights.norm
+        self._states = pool.states
         torch.set_num_threads(1)
 
     def run(
@@ -475,7 +565,7 @@ class NativeBackend:
         shape = len(step.sample_rows), self._config.hidden_size
         hidden = torch.empty(shape) if with_hidden else None
         middle = torch.empty(shape) if self.keeps_middle else None
-        logits, best = self.model.forward(step, hidden, self.cut_off_at_s, middle)
+        logits, best = self._forward(step, [batch.items[i] for i in order], sequences, hidden, middle)
         if hidden is not None:
             hidden = last_hidden(hidden, self._config, self._last_norm)
         return StepLogits(logits, best.tolist(), hidden, middle)
@@ -483,5 +573,22 @@ class NativeBackend:
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
         """See ``engine.steps.backends.ReadyBackend.run_ready``."""
         sample_rows = np.arange(len(inputs.items), dtype=np.int64)
-        logits, best = self.model.forward(NativeStep(inputs.rows, inputs.lengths, inputs.tables, sample_rows))
+        self.cut_off_at_s = math.inf
+        logits, best = self._forward(
+            NativeStep(inputs.rows, inputs.lengths, inputs.tables, sample_rows), inputs.items, {}
+        )
         return StepLogits(logits, best.tolist())
+
+    def _forward(
+        self,
+        step: NativeStep,
+        items: list[StepItem],
+        sequences: Mapping[str, Sequence],
+        hidden: Tensor | None = None,
+        middle: Tensor | None = None,
+    ) -> tuple[Tensor, np.ndarray]:
+        if self._states is None:
+            return self.model.forward(step, hidden, self.cut_off_at_s, middle)
+        with self._states.step(items, sequences, may_be_cut_off=self.cut_off_at_s < math.inf) as rows:
+            step = dataclasses.replace(step, state_rows=np.array(rows, dtype=np.int32))
+            return self.model.forward(step, hidden, self.cut_off_at_s, middle)

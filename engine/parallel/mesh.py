@@ -180,6 +180,10 @@ class Part:
 def check_parallel(mesh: Mesh, config: DecoderConfig, engine: EngineConfig) -> None:
     """Raises ConfigError if the model cannot run so over several ranks."""
     mesh.check(config)
+    if config.shapes is not None:
+        raise ConfigError(
+            "model.tensor_parallel", mesh.size, f"one rank: layers of {config.architecture} differ in shape"
+        )
     if config.sees:
         raise ConfigError("model.tensor_parallel", mesh.size, f"one rank: {config.sees} is not spread over several")
     if engine.profile:

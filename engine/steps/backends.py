@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -144,12 +145,24 @@ class TorchBackend:
     ) -> StepLogits:
         size, vocab_size = self._pool.block_size, self._model.config.vocab_size
         layout = build_layout(batch, order, sequences, size, vocab_size, self._pool.device, more_rows)
-        return self._forward(layout, with_hidden=with_hidden)
+        states = self._pool.states
+        if states is None:
+            return self._forward(layout, with_hidden=with_hidden)
+        items = [batch.items[i] for i in order]
+        with states.step(items, sequences, may_be_cut_off=self.cut_off_at_s < math.inf) as rows:
+            return self._forward(dataclasses.replace(layout, state_rows=rows), with_hidden=with_hidden)
 
     @torch.inference_mode()
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:
         check_row_tokens(inputs.rows, self._model.config.vocab_size)
-        return self._forward(layout_of(inputs.items, inputs.rows, self._pool.block_size, self._pool.device))
+        layout, states = (
+            layout_of(inputs.items, inputs.rows, self._pool.block_size, self._pool.device),
+            self._pool.states,
+        )
+        if states is None:
+            return self._forward(layout)
+        with states.step(inputs.items, {}, may_be_cut_off=False) as rows:
+            return self._forward(dataclasses.replace(layout, state_rows=rows))
 
     def _forward(self, layout: StepLayout, *, with_hidden: bool = False) -> StepLogits:
         if self._attention.reads_whole_blocks and len(layout.opened_blocks):

@@ -124,6 +124,7 @@ class ModelRunner(Runner):
         num_threads: int = 1,
         kv_dtype: str = "auto",
         progress: Progress | None = None,
+        num_states: int = 0,
     ) -> ModelRunner:
         """Loads the checkpoint in ``model_dir``, with a pool of ``num_blocks`` blocks.
 
@@ -137,6 +138,7 @@ class ModelRunner(Runner):
             num_threads: As in ``make_backend``.
             kv_dtype: As ``engine.kv_dtype``.
             progress: As in ``load_weights``.
+            num_states: As in ``KVPool``.
 
         Raises:
             InvalidValueError: The checkpoint cannot be used; names the reason.
@@ -146,7 +148,8 @@ class ModelRunner(Runner):
         found = weights.quantized_bits
         if bits:
             weights = quantize_weights(weights, bits)
-        pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=pool_dtype(kv_dtype, dtype))
+        kind = pool_dtype(kv_dtype, dtype)
+        pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=kind, num_states=num_states)
         max_model_len = min(resolve_max_model_len(config, context_len), pool.num_slots)
         steps = make_backend(backend, config, weights, pool, max_model_len, num_threads)
         if found and not bits and isinstance(steps, NativeBackend):

@@ -85,7 +85,14 @@ class Testbed:
         return replace(self.scheduler, mlfq=mlfq)
 
 
-def serve(bed: Testbed, load: Load, preset: str, config: SchedulerConfig | None = None, **parts: str) -> Recorder:
+def serve(
+    bed: Testbed,
+    load: Load,
+    preset: str,
+    config: SchedulerConfig | None = None,
+    copies_block: bool = False,
+    **parts: str,
+) -> Recorder:
     """One replica, with a batch of ``bed.batch_size`` in each stage of its pipeline."""
     num_stages = bed.device.pipeline_parallel
     preemptive = preset.startswith("fastserve")
@@ -97,6 +104,7 @@ def serve(bed: Testbed, load: Load, preset: str, config: SchedulerConfig | None 
         max_batch_tokens=2048,
         look_every=1 if preemptive else 0,
         num_stages=num_stages,
+        copies_block=copies_block,
     )
     settings = PolicySettings(config or bed.scheduler, cost=bed.latency.cost, mlfq=FIXED_QUANTUM)
     limits = SchedulerLimits(bed.batch_size * num_stages, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import is_not
 
 import numpy as np
@@ -67,9 +68,25 @@ def aggressive(watermark: float) -> Method:
     return Method(f"Aggressive {watermark:.0%}", lambda _: Aggressive(watermark))
 
 
-def conservative(overcommit: float = 1.0) -> Method:
+class Counting(Conservative):
+    """Counts so many output tokens of every job, whatever its own limit is."""
+
+    def __init__(self, overcommit: float, limit: int) -> None:
+        self._output_limit = limit
+        super().__init__(overcommit)
+
+    def most_tokens(self, job: Job) -> int:
+        return job.prompt_len + self._output_limit
+
+
+def conservative(overcommit: float = 1.0, counts: int = 0) -> Method:
+    """Returns the admission by output limits; ``counts`` is the one for all requests, 0 is each request's own."""
     name = "Conservative" if overcommit == 1 else f"Conservative, overcommit {overcommit:.0%}"
-    return Method(name, lambda _: Conservative(overcommit))
+    return Method(name, partial(_counting, overcommit, counts))
+
+
+def _counting(overcommit: float, counts: int, max_new_tokens: int) -> Admission:
+    return Counting(overcommit, counts or max_new_tokens)
 
 
 ORACLE = Method("Oracle", lambda _: PastFuture(TrueLengths(), reserve_ratio=0.0, max_lists=1))
@@ -82,7 +99,6 @@ class Watched(Admission):
 
     Attributes:
         peaks: M* whenever something has been added.
-        point_peaks: M* at every scheduling point, whether something has been added or not.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -91,16 +107,24 @@ class Watched(Admission):
         self._jobs: list[Job] = []
         self._has_added = False
         self._peak = 0
+        self._lens: dict[str, int] = {}
+        self._sum, self._num_steps = 0, 0
         self.peaks: list[int] = []
-        self.point_peaks: list[int] = []
+
+    @property
+    def mean_peak(self) -> float:
+        """M* as a mean over the steps in which a request waits. Each is a scheduling point (Algorithm 1)."""
+        return self._sum / self._num_steps if self._num_steps else self._peak
 
     def begin(self, running: Sequence[Job], capacity: int) -> None:
         self._has_added = False
+        steps = max((job.output_len - self._lens.get(job.request_id, job.output_len) for job in running), default=0)
+        self._sum, self._num_steps = self._sum + steps * self._peak, self._num_steps + steps
+        self._lens = {job.request_id: job.output_len for job in running}
         # While the same jobs decode, M* stays as it is.
         if len(running) != len(self._jobs) or any(map(is_not, running, self._jobs)):
             self._jobs = list(running)
             self._peak = self._needed()
-        self.point_peaks.append(self._peak)
         self._admission.begin(running, capacity)
 
     def admits(self, job: Job) -> bool:
@@ -109,7 +133,8 @@ class Watched(Admission):
     def add(self, job: Job) -> None:
         self._admission.add(job)
         self._jobs.append(job)
-        self._peak = self.point_peaks[-1] = self._needed()
+        self._lens[job.request_id] = job.output_len
+        self._peak = self._needed()
         if self._has_added:
             self.peaks[-1] = self._peak
         else:
@@ -135,7 +160,8 @@ class PastFutureOutcome:
     """What Table 1 says of a run; shares in percent.
 
     Attributes:
-        future_by_point: ``future_required`` as a mean over all scheduling points, and not over admissions alone.
+        future_required: Mean over all steps.
+        future_admitting: The same over admissions alone.
     """
 
     num_steps: int
@@ -143,7 +169,7 @@ class PastFutureOutcome:
     future_required: float
     evictions: float
     done: list[Record]
-    future_by_point: float
+    future_admitting: float
 
     def numbers(self) -> tuple[float, float, float, float]:
         """In the order of the table's columns."""
@@ -158,17 +184,14 @@ def serve(
     latency: LatencyModel = A100_7B,
     clients: int | None = None,
     host_tokens: int = 0,
-    every_step: bool = False,
 ) -> PastFutureOutcome:
     """One replica under FCFS, with blocks of one token and whole prompts in one step.
 
     Args:
         host_tokens: Where KV of evicted requests goes while there is room; 0: it is dropped and computed again.
-        every_step: Whether each step is a scheduling point while a request waits, though no answer can change.
     """
     admission = Watched(method.make(arrivals[0].max_new_tokens))
-    look_every = int(method.draws or every_step)
-    shape = ReplicaShape(capacity, 1, host_tokens, UNBOUNDED, UNBOUNDED, look_every=look_every)
+    shape = ReplicaShape(capacity, 1, host_tokens, UNBOUNDED, UNBOUNDED, look_every=int(method.draws))
     policies = ReplicaPolicies(Fcfs(), admission, NewestGiveWay(swaps=host_tokens > 0))
     scheduler = ReplicaScheduler(policies, SchedulerLimits(UNBOUNDED, 0))
     fleet = Fleet(FleetShape(shape, latency), build_router("fcfs"), lambda _: scheduler, clients=clients)
@@ -177,10 +200,10 @@ def serve(
     return PastFutureOutcome(
         usage.num_steps,
         100 * usage.token_steps / usage.num_steps / capacity,
-        100 * float(np.mean(admission.peaks)) / capacity,
+        100 * admission.mean_peak / capacity,
         100 * sum(record.num_evictions for record in recorder.done) / len(arrivals),
         recorder.done,
-        100 * float(np.mean(admission.point_peaks)) / capacity,
+        100 * float(np.mean(admission.peaks)) / capacity,
     )
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from lab.reproduce.combined import COMBINED
-from lab.reproduce.conditions.fast_serve import FASTSERVE_CONDITIONS
-from lab.reproduce.conditions.magnus import MAGNUS_CONDITIONS
-from lab.reproduce.conditions.past_future import PAST_FUTURE_CONDITIONS
-from lab.reproduce.conditions.preble import PREBLE_CONDITIONS
+from lab.reproduce.conditions import FASTSERVE_CONDITIONS, MAGNUS_CONDITIONS, PREBLE_CONDITIONS
 from lab.reproduce.deadlines import DEADLINES
 from lab.reproduce.fast_serve import FAST_SERVE
 from lab.reproduce.magnus import MAGNUS
 from lab.reproduce.magnus_systems import MAGNUS_LEARNING
 from lab.reproduce.multi_bin import MULTI_BIN
 from lab.reproduce.past_future import PAST_FUTURE
+from lab.reproduce.past_future_conditions import PAST_FUTURE_CONDITIONS
 from lab.reproduce.placements import PLACEMENTS
 from lab.reproduce.preble.figures import PREBLE_RESULTS
 from lab.reproduce.preble.parts import PREBLE_PARTS

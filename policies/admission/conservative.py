@@ -31,13 +31,17 @@ class Conservative(Admission):
         self._capacity = capacity
         self._limit = self._overcommitted(capacity)
         self._num_jobs = len(running)
-        self._reserved = sum(job.prompt_len + job.max_new_tokens for job in running)
+        self._reserved = sum(map(self.most_tokens, running))
 
     def admits(self, job: Job) -> bool:
         """Returns whether the job fits; in an empty batch one step must fit, since waiting would free no memory."""
         if self._num_jobs == 0:
             return job.known_len + 1 <= self._capacity
-        return self._reserved + job.prompt_len + job.max_new_tokens <= self._limit
+        return self._reserved + self.most_tokens(job) <= self._limit
+
+    def most_tokens(self, job: Job) -> int:
+        """Returns the tokens that a job holds at most."""
+        return job.prompt_len + job.max_new_tokens
 
     def explain(self, job: Job, now: float) -> Facts:
         """Returns the tokens that all jobs hold at their limits, and the bound on these tokens."""
@@ -46,7 +50,7 @@ class Conservative(Admission):
 
     def add(self, job: Job) -> None:
         self._num_jobs += 1
-        self._reserved += job.prompt_len + job.max_new_tokens
+        self._reserved += self.most_tokens(job)
 
     def reserve(self, capacity: int) -> int:
         return max(0, capacity - int(self._overcommitted(capacity)))

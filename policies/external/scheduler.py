@@ -14,6 +14,7 @@ from itertools import chain, repeat
 from farsight.core.decisions import Facts
 from farsight.core.errors import IntegrityError
 from farsight.core.forecast import Forecast, ForecastMade
+from farsight.core.key_sums import KeySums
 from farsight.core.messages.plans import FinishedSequence, StartedRequest
 from farsight.core.messages.requests import Key
 from farsight.core.request import Request, SequenceStatus
@@ -96,6 +97,7 @@ class BackendScheduler:
         self._shares = FairShares(max_num_seqs)
         self._max_num_seqs = max_num_seqs
         self._held: dict[str, _Held] = {}
+        self._sums = KeySums()  # of these
         self._num_sent = 0
         self._recent: dict[Key, None] = {}
         self._accounts = Accounts()
@@ -122,6 +124,10 @@ class BackendScheduler:
     def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
         """Returns the attempts among these that neither wait nor are sent nor have ended lately."""
         return tuple(key for key in keys if key not in self._recent and not self._knows(key))
+
+    def sums(self) -> bytes:
+        """Returns the sums of the attempts that wait or are sent, as ``KeySums`` packs them."""
+        return self._sums.packed()
 
     def accounts(self, response_id: str) -> list[Account]:
         """Returns the decision traces of the requests of an answer."""
@@ -183,6 +189,7 @@ class BackendScheduler:
     def _hold(self, request: Request, now: float) -> None:
         job = Job.of(request, now)
         self._held[request.request_id] = _Held(request, job)
+        self._sums.put(request.request_id, request.attempt)
         self._order.add(job, now)
         self._shares.add(job)
         self._accounts.note(request.request_id, "arrived", now, self._queue())
@@ -325,6 +332,7 @@ class BackendScheduler:
     def _let_go(self, held: _Held, now: float) -> None:
         """Forgets a request and charges its tenant for its time in a place: its work on the server is unknown."""
         del self._held[held.request.request_id]
+        self._sums.discard(held.request.request_id)
         self._num_sent -= held.sent
         if held.sent_at is None:
             self._order.remove(held.job)

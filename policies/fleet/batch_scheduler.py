@@ -7,17 +7,19 @@ modes. ``GlobalScheduler`` has a placement beside the table, ``BatchScheduler`` 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Set
+from dataclasses import dataclass, field, replace
 
 from farsight.core.decisions import Facts
 from farsight.core.errors import IntegrityError
 from farsight.core.forecast import ForecastMade
-from farsight.core.messages.requests import Key, OpenRequest
+from farsight.core.key_sums import NUM_PARTS, part_of
+from farsight.core.messages.requests import Key
 from farsight.core.request import Request
 from farsight.policies.batching.base import BatchPolicy, FormedBatch
 from farsight.policies.fleet.central_queue import CentralQueue, Member
 from farsight.policies.fleet.events import (
+    AskIngress,
     BatchEnded,
     GlobalEvent,
     GlobalInstruction,
@@ -35,7 +37,7 @@ from farsight.policies.fleet.events import (
     ReportLost,
     RequestsEnded,
 )
-from farsight.policies.fleet.request_table import Entry
+from farsight.policies.fleet.fleet_replica import Entry
 from farsight.policies.fleet.scheduler import FleetMachine
 from farsight.policies.interfaces import Job
 from farsight.policies.placement.base import Choice
@@ -167,16 +169,16 @@ class BatchScheduler(FleetMachine):
                 return self._table.abort(keys)
             case RequestsEnded(finished):
                 self._table.end(finished)
-            case IngressAnnounced(ingress_id, announced):
-                return self._reconcile(ingress_id, announced)
+            case IngressAnnounced():
+                return self._reconcile(event)
             case IngressLost(ingress_id):
-                self._forget_awaited(ingress_id, ())
+                self._forget_awaited(ingress_id, frozenset(), range(NUM_PARTS))
                 return self._table.lose_ingress(ingress_id)
             case KeysUnknown(replica, keys):
                 return self._table.drop_unknown(replica, keys)
-            case ReplicaUp(name, ready):
+            case ReplicaUp(name, ready, sums=sums):
                 self._table.bring_up(name, ready)
-                return self._measure_replicas()
+                return self._measure_replicas() + self._table.compare(name, sums)
             case ReplicaAway(name):
                 self._table.set_away(name)
                 self._reloads_until.pop(name, None)  # its next process has loaded the model
@@ -342,21 +344,35 @@ class BatchScheduler(FleetMachine):
         queued, _ = self._table.foresee(made)
         self._waiting.foresee(queued, self._now)
 
-    def _reconcile(self, ingress_id: str, announced: tuple[OpenRequest, ...]) -> list[GlobalInstruction]:
-        """Reports requests of broken batches as lost while their ingress replica still takes them for running."""
-        awaits = self._waiting.is_awaited
-        broken = tuple(key for each in announced if awaits(key := (each.request_id, each.attempt)))
-        self._forget_awaited(ingress_id, announced)
-        others = tuple(each for each in announced if (each.request_id, each.attempt) not in broken)
-        reports: list[GlobalInstruction] = [ReportLost(ingress_id, broken)] if broken else []
-        return self._table.reconcile(ingress_id, others) + reports
+    def _reconcile(self, announced: IngressAnnounced) -> list[GlobalInstruction]:
+        """Reports requests of broken batches as lost while their ingress replica still takes them for running.
 
-    def _forget_awaited(self, ingress_id: str, announced: Iterable[OpenRequest]) -> None:
-        """Forgets requests of broken batches whose clients have left meanwhile."""
-        still_open = {stream.request_id for stream in announced}
+        They are in no table, so that sums do not tell whether their clients have left: their parts are asked for.
+        """
+        ingress_id = announced.ingress_id
+        awaits = self._waiting.is_awaited
+        broken = tuple(key for each in announced.open if awaits(key := (each.request_id, each.attempt)))
+        parts = self._forget_awaited(ingress_id, {each.request_id for each in announced.open}, announced.listed)
+        others = tuple(each for each in announced.open if (each.request_id, each.attempt) not in broken)
+        out = self._table.reconcile(replace(announced, open=others))
+        if broken:
+            out.append(ReportLost(ingress_id, broken))
+        if parts:
+            out.append(AskIngress(ingress_id, tuple(parts)))
+        return out
+
+    def _forget_awaited(self, ingress_id: str, still_open: Set[str], listed: Container[int]) -> set[int]:
+        """Forgets requests of broken batches whose clients have left meanwhile; returns parts that were not listed."""
+        parts = set()
         for member in self._waiting.awaited():
-            if member.ingress_id == ingress_id and member.request_id not in still_open:
+            if member.ingress_id != ingress_id:
+                continue
+            part = part_of(member.request_id)
+            if part in listed and member.request_id not in still_open:
                 self._waiting.remove(member.request_id, self._now)
+            elif part not in listed:
+                parts.add(part)
+        return parts
 
     def _drop_replica(self, name: str) -> None:
         self._kinds = set()

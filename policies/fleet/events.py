@@ -18,11 +18,13 @@ class ReplicaUp:
 
     Attributes:
         cache_seq: Number of the last notice of its prefix cache that was sent; 0 if there was none.
+        sums: Of the requests there, as ``KeySums`` packs them; None if they are not to be compared.
     """
 
     name: str
     ready: WorkerReady
     cache_seq: int = 0
+    sums: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,15 @@ class RequestsEnded:
 
 @dataclass(frozen=True, slots=True)
 class IngressAnnounced:
-    """All open streams of one ingress replica; it comes after every request that the replica has sent before."""
+    """The open streams of one ingress replica: the sums of all, and those of the parts that ``AskIngress`` named.
+
+    It comes after every request that the replica has sent before.
+    """
 
     ingress_id: str
-    open: tuple[OpenRequest, ...]
+    sums: bytes
+    listed: tuple[int, ...] = ()
+    open: tuple[OpenRequest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +194,14 @@ class AskCache:
 
 
 @dataclass(frozen=True, slots=True)
+class AskIngress:
+    """Asks the ingress replica for its open streams in these parts of ``KeySums``: other ones are known here."""
+
+    ingress_id: str
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReportLost:
     """These attempts run nowhere; their ingress replica is to resume them."""
 
@@ -215,4 +230,6 @@ class BatchEnded:
     duration_s: float
 
 
-GlobalInstruction = PlaceRequests | AbortOnReplica | AskReplica | AskCache | ReportLost | RefuseRequest | BatchEnded
+GlobalInstruction = (
+    PlaceRequests | AbortOnReplica | AskReplica | AskCache | AskIngress | ReportLost | RefuseRequest | BatchEnded
+)

@@ -3,55 +3,34 @@
 ``GlobalScheduler`` and ``BatchScheduler`` each hold one. How a request finds its replica is their business; aborts,
 announcements, losses and ends are the same for both and are done here. Nothing here has to survive: the ingress
 replicas announce their open streams and the Schedulers their replicas, and from both a new table learns all that the
-old one knew.
+old one knew. Announcements are sums, which name no request: what they cost does not grow with what is in flight.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from farsight.core.errors import IntegrityError
 from farsight.core.forecast import Forecast, ForecastMade
-from farsight.core.messages.placement import ReplicaView
+from farsight.core.key_sums import KeySums
 from farsight.core.messages.plans import FinishedSequence, WorkerReady
 from farsight.core.messages.requests import Demand, Key, OpenRequest
 from farsight.core.request import Request, SequenceStatus
-from farsight.policies.fleet.events import AbortOnReplica, AskReplica, GlobalInstruction, ReportLost
+from farsight.policies.fleet.events import (
+    AbortOnReplica,
+    AskIngress,
+    AskReplica,
+    GlobalInstruction,
+    IngressAnnounced,
+    ReportLost,
+)
+from farsight.policies.fleet.fleet_replica import Entry, FleetReplica
 from farsight.policies.lengths.law import variance as length_variance
 from farsight.policies.placement.base import Choice, ReplicaLoad
 from farsight.policies.replica.events import RefuseRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One line of the table: an attempt and the worker life that it was placed on.
-
-    Attributes:
-        choice: Why the request was placed there; None if an earlier Router placed it.
-        waited_s: Seconds that the request waited for a replica that takes requests.
-        known_len: Tokens of its prompt, and of its output in earlier attempts, when it was placed.
-        expected_len: Output tokens predicted beyond these, at most ``most_len``.
-        variance: Variance of ``expected_len``, in tokens squared.
-        has_target: Whether its client has set a latency target or a deadline.
-    """
-
-    attempt: int
-    ingress_id: str
-    replica: str
-    worker_incarnation: str
-    choice: Choice | None = None
-    waited_s: float = 0.0
-    known_len: float = 0.0
-    expected_len: float = 0.0
-    most_len: float = 0.0
-    variance: float = 0.0
-    has_target: bool = False
-
-    @property
-    def hit_len(self) -> int:
-        return 0 if self.choice is None else self.choice.hit_len
 
 
 class _Queued(NamedTuple):
@@ -59,65 +38,6 @@ class _Queued(NamedTuple):
 
     request: Request
     since: float
-
-
-@dataclass(slots=True)
-class FleetReplica:
-    """A replica and what is in flight on it.
-
-    Attributes:
-        ready: Its latest worker life; None before the first.
-        up: Whether it takes requests now.
-        draining: Whether no new request may be placed on it.
-        requests: Tokens of work of each request that is placed on it, by id.
-    """
-
-    load: ReplicaLoad
-    ready: WorkerReady | None = None
-    up: bool = False
-    draining: bool = False
-    requests: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.load.name
-
-    @property
-    def takes(self) -> bool:
-        """Whether requests may be placed on the replica."""
-        return self.up and not self.draining
-
-    def enter(self, request_id: str, work_tokens: float) -> None:
-        self.requests[request_id] = work_tokens
-        self._weigh(work_tokens)
-
-    def remove(self, request_id: str) -> None:
-        self._weigh(-self.requests.pop(request_id))
-
-    def _weigh(self, more_tokens: float) -> None:
-        self.load.num_requests = len(self.requests)
-        # An empty replica has exactly no work: a sum of fractions would leave a rounding error, often below 0.
-        self.load.work_tokens = self.load.work_tokens + more_tokens if self.requests else 0.0
-
-    def view(self) -> ReplicaView:
-        capacity = 0 if self.ready is None else self.ready.num_blocks * self.ready.block_size
-        load = self.load
-        return ReplicaView(self.name, self.takes, load.num_requests, load.work_tokens, capacity_tokens=capacity)
-
-    def fits(self, request: Request) -> bool:
-        """Returns whether the replica runs the request's weights and can hold the request at its longest."""
-        return self.runs(request) and self.holds(request)
-
-    def runs(self, request: Request) -> bool:
-        """Returns whether the replica runs the request's weights; those of an external server are not checked."""
-        ready = self.ready
-        return ready is not None and (ready.external or ready.model_version == request.model_version)
-
-    def holds(self, request: Request) -> bool:
-        """Returns whether the replica's worker can hold the request at its longest."""
-        if self.ready is None or (self.ready.external and request.own_engine_field):
-            return False
-        return request.max_total_len <= self.ready.max_model_len
 
 
 OnRemoved = Callable[[str, Entry | None, int | None], None]
@@ -141,6 +61,7 @@ class RequestTable:
         self._replicas: dict[str, FleetReplica] = {}
         self._placed: dict[str, Entry] = {}
         self._queued: dict[str, _Queued] = {}  # until they are placed or gone
+        self._of_ingress: defaultdict[str, KeySums] = defaultdict(KeySums)  # attempts, placed or queued
         self._gone: set[str] = set()  # replicas given up: what an ingress replica still has there is lost
         self._open: tuple[ReplicaLoad, ...] | None = None  # replicas that take requests; None if that has changed
         self._open_max_len = 0  # tokens that a sequence may reach on each of them
@@ -180,6 +101,8 @@ class RequestTable:
     def bring_up(self, name: str, ready: WorkerReady) -> bool:
         """Marks a replica as taking requests; returns whether its worker life is another than the last one heard of."""
         replica = self._known(name)
+        if replica.up and replica.ready == ready:
+            return False
         self._gone.discard(name)
         before, replica.ready, replica.up = replica.ready, ready, True
         self._open = None
@@ -187,6 +110,12 @@ class RequestTable:
             if self._placed[request_id].worker_incarnation != ready.worker_incarnation:
                 self.remove(request_id)  # it went down with the worker; its ingress replica resumes it
         return before is None or before.worker_incarnation != ready.worker_incarnation
+
+    def compare(self, name: str, sums: bytes | None) -> list[GlobalInstruction]:
+        """Asks a replica about the attempts that its sums say it may not know; ``sums`` None: about none."""
+        own = self._replicas[name].sums
+        keys = () if sums is None else tuple(own.keys(own.differing(sums)))
+        return [AskReplica(name, keys)] if keys else []
 
     def set_away(self, name: str) -> None:
         """Marks a replica as taking no requests for now; requests in flight on it may go on."""
@@ -238,11 +167,6 @@ class RequestTable:
         """Yields the attempts that are placed on a known replica."""
         return ((request_id, self._placed[request_id].attempt) for request_id in self._replicas[replica].requests)
 
-    def _keys(self) -> list[tuple[Key, str]]:
-        """Returns every attempt in flight with its ingress replica."""
-        placed = [((rid, entry.attempt), entry.ingress_id) for rid, entry in self._placed.items()]
-        return placed + [((rid, each.request.attempt), each.request.ingress_id) for rid, each in self._queued.items()]
-
     def attempt_of(self, request_id: str) -> int | None:
         """Returns the attempt in flight; None if there is none."""
         if request_id in self._queued:
@@ -251,19 +175,22 @@ class RequestTable:
         return None if entry is None else entry.attempt
 
     def demand(self) -> Demand:
-        """Returns the demand in flight, except on external servers, for the predicted queue delay. O(in flight)."""
-        own = {name: each for name, each in self._replicas.items() if each.ready is None or not each.ready.external}
-        placed = [entry for entry in self._placed.values() if entry.replica in own]
+        """Returns the demand in flight, except on external servers, for the predicted queue delay.
+
+        O(replicas + waiting).
+        """
+        own = [each for each in self._replicas.values() if not each.is_external]
+        placed = [each.demand for each in own]
         waiting = [request for request, _ in self._queued.values()]
         return Demand(
-            num_requests=len(placed) + len(waiting),
+            num_requests=sum(len(each.requests) for each in own) + len(waiting),
             num_waiting=len(waiting),
-            num_busy=sum(bool(replica.requests) for replica in own.values()),
-            known_tokens=sum(entry.known_len for entry in placed) + sum(request.known_len for request in waiting),
-            cached_tokens=sum(entry.hit_len for entry in placed),
-            output_tokens=sum(entry.expected_len for entry in placed) + sum(map(self._expected_len, waiting)),
-            output_variance=sum(entry.variance for entry in placed) + sum(map(self._variance, waiting)),
-            num_with_targets=sum(entry.has_target for entry in placed)
+            num_busy=sum(bool(each.requests) for each in own),
+            known_tokens=sum(each.known_tokens for each in placed) + sum(request.known_len for request in waiting),
+            cached_tokens=sum(each.cached_tokens for each in placed),
+            output_tokens=sum(each.output_tokens for each in placed) + sum(map(self._expected_len, waiting)),
+            output_variance=sum(each.output_variance for each in placed) + sum(map(self._variance, waiting)),
+            num_with_targets=sum(each.num_with_targets for each in placed)
             + sum(request.wants_speed for request in waiting),
         )
 
@@ -298,7 +225,8 @@ class RequestTable:
 
     def refuse(self, request: Request) -> RefuseRequest:
         """Refuses a request that never fits, with the reason, and unqueues it without a call of ``on_removed``."""
-        self._queued.pop(request.request_id, None)
+        if self._queued.pop(request.request_id, None) is not None:
+            self._of_ingress[request.ingress_id].discard(request.request_id)
         known = [replica.ready for replica in self._replicas.values() if replica.ready is not None]
         field = request.own_engine_field
         if field and all(ready.external for ready in known):
@@ -312,6 +240,7 @@ class RequestTable:
         """Queues a request for a replica; a request that is queued already keeps the start of its wait."""
         before = self._queued.get(request.request_id)
         self._queued[request.request_id] = _Queued(request, now if before is None else before.since)
+        self._of_ingress[request.ingress_id].put(request.request_id, request.attempt)
 
     def place(self, request: Request, choice: Choice, now: float) -> None:
         """Enters a request, queued or new, on the chosen replica."""
@@ -334,8 +263,9 @@ class RequestTable:
         self._enter(request.request_id, entry, self._work(request))
 
     def _enter(self, request_id: str, entry: Entry, work_tokens: float) -> None:
-        self._replicas[entry.replica].enter(request_id, work_tokens)
+        self._replicas[entry.replica].enter(request_id, entry, work_tokens)
         self._placed[request_id] = entry
+        self._of_ingress[entry.ingress_id].put(request_id, entry.attempt)
 
     def _work(self, request: Request) -> float:
         """Returns known tokens plus the output still to expect: the mean, at most the requested length."""
@@ -371,17 +301,22 @@ class RequestTable:
             entry = self._placed[each.request_id]
             if entry.attempt == 0:  # later attempts bring their forecasts with them
                 expected_len = min(entry.most_len, each.forecast.mean)
-                self._placed[each.request_id] = replace(
-                    entry, expected_len=expected_len, variance=length_variance(each.forecast)
-                )
+                new = replace(entry, expected_len=expected_len, variance=length_variance(each.forecast))
+                self._placed[each.request_id] = new
+                demand = self._replicas[entry.replica].demand
+                demand.add(entry, -1)
+                demand.add(new, 1)
         return queued, placed
 
     def remove(self, request_id: str, output_len: int | None = None) -> None:
         """Removes a request from flight; ``output_len``: tokens of an output that is complete."""
-        self._queued.pop(request_id, None)
+        queued = self._queued.pop(request_id, None)
+        if queued is not None:
+            self._of_ingress[queued.request.ingress_id].discard(request_id)
         entry = self._placed.pop(request_id, None)
         if entry is not None:
-            self._replicas[entry.replica].remove(request_id)
+            self._replicas[entry.replica].remove(request_id, entry)
+            self._of_ingress[entry.ingress_id].discard(request_id)
         self._on_removed(request_id, entry, output_len)
 
     def end(self, finished: Iterable[FinishedSequence]) -> None:
@@ -412,16 +347,20 @@ class RequestTable:
 
     def lose_ingress(self, ingress_id: str) -> list[GlobalInstruction]:
         """Aborts all requests of an ingress replica that is gone, and its clients with it."""
-        return self.abort([key for key, owner in self._keys() if owner == ingress_id])
+        aborts = self.abort(list(self._of_ingress[ingress_id].all_keys()))
+        del self._of_ingress[ingress_id]
+        return aborts
 
-    def reconcile(self, ingress_id: str, announced: Iterable[OpenRequest]) -> list[GlobalInstruction]:
-        """Takes over the open streams of an ingress replica. Aborts its streams that are closed, asks replicas whether
-        they know the others, and reports streams that no replica has.
+    def reconcile(self, announced: IngressAnnounced) -> list[GlobalInstruction]:
+        """Takes over the open streams that an ingress replica lists, and asks it for other parts that differ.
+
+        Aborts its streams that are closed, asks replicas whether they know the others, and reports those that none has.
         """
+        ingress_id = announced.ingress_id
         lost: list[Key] = []
         asked: dict[str, list[Key]] = {}
         still_open = set()
-        for stream in announced:
+        for stream in announced.open:
             still_open.add(stream.request_id)
             key = (stream.request_id, stream.attempt)
             known = self.attempt_of(stream.request_id)
@@ -433,10 +372,13 @@ class RequestTable:
             entry = self._placed.get(stream.request_id)
             if entry is not None and entry.attempt == stream.attempt:
                 asked.setdefault(entry.replica, []).append(key)
-        closed = [key for key, owner in self._keys() if owner == ingress_id and key[0] not in still_open]
+        own = self._of_ingress[ingress_id]
+        aborts = self.abort([key for key in own.keys(announced.listed) if key[0] not in still_open])
         asks = [AskReplica(name, tuple(keys)) for name, keys in asked.items() if self._replicas[name].up]
         reports = [ReportLost(ingress_id, tuple(lost))] if lost else []
-        return [*self.abort(closed), *asks, *reports]
+        others = tuple(part for part in own.differing(announced.sums) if part not in announced.listed)
+        parts = [AskIngress(ingress_id, others)] if others else []
+        return [*aborts, *asks, *reports, *parts]
 
     def _adopt(self, ingress_id: str, stream: OpenRequest) -> bool:
         """Enters a stream that an earlier Router placed; False if it was never placed or its worker life is over."""
@@ -476,6 +418,11 @@ class RequestTable:
             raise IntegrityError("the in-flight table and the replicas disagree")
         if self._queued.keys() & self._placed.keys():
             raise IntegrityError("a request is placed and waits")
+        owners = {key: ingress_id for ingress_id, sums in self._of_ingress.items() for key in sums.all_keys()}
+        placed = {(request_id, entry.attempt): entry.ingress_id for request_id, entry in self._placed.items()}
+        waiting = {(rid, each.request.attempt): each.request.ingress_id for rid, each in self._queued.items()}
+        if owners != placed | waiting:
+            raise IntegrityError("the in-flight table and the sums by ingress replica disagree")
         for replica in self._replicas.values():
             load, work_tokens = replica.load, sum(replica.requests.values())
             if load.num_requests != len(replica.requests):

@@ -35,7 +35,8 @@ from farsight.policies.fleet.events import (
     RequestsStarted,
     StepsPriced,
 )
-from farsight.policies.fleet.request_table import Entry, RequestTable
+from farsight.policies.fleet.fleet_replica import Entry
+from farsight.policies.fleet.request_table import RequestTable
 from farsight.policies.placement.base import Choice, Placement, ReplicaLoad
 from farsight.policies.replica.events import ForecastsArrived, RequestsAborted, RequestsArrived
 
@@ -222,14 +223,14 @@ class GlobalScheduler(FleetMachine):
                 return self._table.abort(keys)
             case RequestsEnded(finished):
                 self._table.end(finished)
-            case IngressAnnounced(ingress_id, announced):
-                return self._table.reconcile(ingress_id, announced)
+            case IngressAnnounced():
+                return self._table.reconcile(event)
             case IngressLost(ingress_id):
                 return self._table.lose_ingress(ingress_id)
             case KeysUnknown(replica, keys):
                 return self._table.drop_unknown(replica, keys)
-            case ReplicaUp(name, ready, cache_seq):
-                return self._bring_up(name, ready, cache_seq)
+            case ReplicaUp(name, ready, cache_seq, sums):
+                return self._bring_up(name, ready, cache_seq) + self._table.compare(name, sums)
             case ReplicaAway(name):
                 self._table.set_away(name)
             case ReplicaDraining(name, ends):

@@ -354,5 +354,5 @@ def account_closed(account: Account) -> AccountClosed:
     """Returns the instruction that passes an account on."""
     request = account.request
     assert request.origin is not None
-    parts = (account.placement, b"".join(account.decisions), account.num_left_out)
+    parts = (account.placement, b"".join(account.decisions), account.num_left_out, request.tenant, request.prompt_len)
     return AccountClosed(request.request_id, request.attempt, request.origin, *parts)

@@ -169,12 +169,14 @@ class RequestEnded:
 
     Attributes:
         forecast: The request's forecast, within its limit; None without one.
+        first_token_at: When its first token was reported; None without one, and from another server.
     """
 
     finished: FinishedSequence
     arrived_at: float
     ended_at: float
     forecast: Forecast | None = None
+    first_token_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,8 @@ class AccountClosed:
     placement: bytes
     decisions: bytes
     num_left_out: int
+    tenant: str = ""
+    prompt_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)

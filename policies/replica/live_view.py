@@ -23,7 +23,7 @@ MAX_ENDS = 50
 """Most requests for which a view predicts the end: about 3 ms of CPU."""
 
 MAX_POINTS = 64
-MAX_ENDED = 50
+MAX_ENDED = 200
 FORGETTING = 0.02
 """Weight of the latest request in the mean length of those that have ended."""
 
@@ -74,6 +74,9 @@ class SchedulerWatch:
             predicted_len=None if forecast is None else forecast.mean,
             took_s=end.ended_at - end.arrived_at,
             most_len=None if forecast is None else forecast.quantiles[_Q90],
+            tenant=account.tenant,
+            prompt_len=account.prompt_len,
+            ttft_s=None if end.first_token_at is None else end.first_token_at - end.arrived_at,
         )
         self._ended.appendleft((end.ended_at, ended))
 
@@ -91,6 +94,8 @@ class SchedulerWatch:
             predicted_len=_number(forecast.get("mean_tokens")),
             took_s=decisions[-1].at - decisions[0].at,
             most_len=_number(forecast.get("q90_tokens")),
+            tenant=account.tenant,
+            prompt_len=account.prompt_len,
         )
         self._ended.appendleft((decisions[-1].at, ended))
 
@@ -114,6 +119,7 @@ class SchedulerWatch:
             ended=tuple(replace(each, ago_s=now - at) for at, each in self._ended) if max_rows else (),
             forecasts=self._forecasts,
             prompt_tokens=machine.num_prompt_tokens,
+            gpu_s=machine.gpu_s,
         )
 
     def _curve(self, admitted: list[ScheduledRequest]) -> tuple[MemoryPoint, ...]:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 from farsight.core.errors import IntegrityError
+from farsight.core.key_sums import KeySums
 from farsight.core.messages.plans import (
     FinishedSequence,
     KVCacheEvent,
@@ -43,6 +44,7 @@ class WorkerMirror:
 
     Attributes:
         requests: All requests, by id.
+        sums: Of these.
         admitted: Requests with a place, in order of admission.
         flex: Requests that take what the others leave.
         hosted: Requests with KV on the host, or on its way there.
@@ -57,6 +59,7 @@ class WorkerMirror:
 
     def __init__(self, changed: Callable[[Job], None]) -> None:
         self.requests: dict[str, ScheduledRequest] = {}
+        self.sums = KeySums()
         self.admitted: dict[str, ScheduledRequest] = {}
         self.flex: dict[str, ScheduledRequest] = {}
         self.hosted: dict[str, ScheduledRequest] = {}
@@ -131,6 +134,7 @@ class WorkerMirror:
 
     def add(self, request: Request, now: float) -> ScheduledRequest:
         scheduled = self.requests[request.request_id] = make_scheduled(request, now, next(self._numbers))
+        self.sums.put(request.request_id, request.attempt)
         if scheduled.is_flex:
             self.flex[request.request_id] = scheduled
         if self.cache.seq is not None:
@@ -139,6 +143,7 @@ class WorkerMirror:
 
     def remove(self, request_id: str) -> ScheduledRequest:
         scheduled = self.requests.pop(request_id)
+        self.sums.discard(request_id)
         self._count_host(scheduled, 0, is_leaving=False)
         for table in (self.admitted, self.flex, self.hosted, self.shipped, self._undelivered):
             table.pop(request_id, None)
@@ -169,6 +174,7 @@ class WorkerMirror:
         self._hits = ReplicaHits(self.cache, self._changed)
         self._shared_blocks = self.short_blocks = self._on_host = 0
         self._leaving.clear()
+        self.sums = KeySums()
         self.plan_seq = self.report_seq = self._applied_plan_seq = self._preempted_in = 0
         for table in (self.requests, self.admitted, self.flex, self.hosted, self.shipped, self._undelivered):
             table.clear()
@@ -201,6 +207,11 @@ class WorkerMirror:
                 self._services[each.tenant] = each.gpu_s
                 grown.append((each.tenant, more_s))
         return grown
+
+    @property
+    def gpu_s(self) -> float:
+        """GPU-seconds of all tenants, as last reported."""
+        return sum(self._services.values())
 
     def apply_progress(self, scheduled: ScheduledRequest, progress: SlotProgress) -> float:
         """Takes over what a report says of one request; returns the seconds that it ran since the report before."""

@@ -126,6 +126,11 @@ class ReplicaScheduler:
         return self._mirror.num_prompt_tokens
 
     @property
+    def gpu_s(self) -> float:
+        """GPU-seconds of all requests since the worker began."""
+        return self._mirror.gpu_s
+
+    @property
     def num_running(self) -> int:
         """Admitted requests that are to execute next."""
         return len(self.selector.running)
@@ -171,6 +176,10 @@ class ReplicaScheduler:
     def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
         """Returns the attempts of ``keys`` that are neither here nor ended lately."""
         return tuple(key for key in keys if not self._mirror.knows(key))
+
+    def sums(self) -> bytes:
+        """Returns the sums of the attempts that are here, as ``KeySums`` packs them."""
+        return self._mirror.sums.packed()
 
     def accounts(self, response_id: str) -> Iterator[Account]:
         """Yields the decisions so far about those requests of an answer that are here. O(requests)."""
@@ -381,6 +390,8 @@ class ReplicaScheduler:
             if progress.ran_s > 0 and not scheduled.started:
                 yield RequestStarted(scheduled.first_run(progress.cached_len, progress.ran_s, now))
             ran_s = mirror.apply_progress(scheduled, progress)
+            if scheduled.first_token_at is None and progress.output_len:
+                scheduled.first_token_at = now
             if ran_s > 0:
                 scheduled.last_ran_at = now
                 self.order.ran(scheduled, ran_s, now)
@@ -436,7 +447,9 @@ class ReplicaScheduler:
             self._promises.ended(scheduled, now, censored=censored)
         else:
             self._promises.left(finished.request_id)
-        yield RequestEnded(finished, scheduled.arrived_at, now, scheduled.shown_forecast)
+        if scheduled.first_token_at is None and finished.output_len:
+            scheduled.first_token_at = now
+        yield RequestEnded(finished, scheduled.arrived_at, now, scheduled.shown_forecast, scheduled.first_token_at)
 
     # -- Decide: whose turn it is
 

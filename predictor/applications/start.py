@@ -20,8 +20,9 @@ FOREST = ForestOptions(num_trees=50, min_samples_leaf=8, samples_per_leaf=16, lo
 D_USER, D_APP = 16, 4
 """Values that stay of the embeddings of a user input and of an instruction, as in Magnus."""
 
-GROWTH = 0.5
-"""The forecaster trains again once its train set has grown by this share: 100 finished requests, 150, 225 and so on."""
+GROWTH = 1.0
+"""The forecaster trains again once its train set has grown by this share: 100 finished requests, 200, 400 and so on.
+A fit takes two seconds of a core, most of them for imports."""
 
 MAX_EXAMPLES = 4000
 """Most examples of its train set, the newest: a fit to them takes about two seconds of one core."""

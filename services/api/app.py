@@ -10,10 +10,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from farsight.core.exposition import OPEN_METRICS_TYPE, PLAIN_TYPE, accepts_open_metrics
 from farsight.core.messages.placement import PlacementView
-from farsight.services.api.access.access_control import AccessControl
-from farsight.services.api.access.gate import install_access_control, route_paths, routes_of, usage_routes
+from farsight.services.api.access.access_control import AccessControl, MeteredGenerator
+from farsight.services.api.access.gate import install_access_control, routes_of, usage_routes
 from farsight.services.api.access.keys import may_observe
-from farsight.services.api.access.metered import MeteredGenerator
 from farsight.services.api.admin import Administration, admin_routes
 from farsight.services.api.answers.beam_search import search
 from farsight.services.api.answers.replies import (
@@ -38,13 +37,14 @@ from farsight.services.api.batches.routes import FILES_PATH, FORM_BYTES, batch_r
 from farsight.services.api.bodies import JsonRoute
 from farsight.services.api.body_workers import BodyWorkers, read_body
 from farsight.services.api.dialects.messages import message_routes
-from farsight.services.api.dialects.responses import StoredResponses, response_routes
+from farsight.services.api.dialects.ollama import ollama_routes
+from farsight.services.api.dialects.responses import response_routes
 from farsight.services.api.dialects.running import Running
 from farsight.services.api.errors import ERRORS, install_error_handlers, or_unavailable, unhealthy
 from farsight.services.api.generate import ClientGone, collect, while_connected
 from farsight.services.api.generation import Generation
-from farsight.services.api.middleware import AnthropicErrors, BodyLimit, LastResort, Methods, Slashes
-from farsight.services.api.pages.dashboard import docs_routes, home_routes, page_routes
+from farsight.services.api.middleware import BodyLimit, ErrorShapes, LastResort, Methods, Slashes
+from farsight.services.api.pages.dashboard import docs_routes, page_routes
 from farsight.services.api.pages.explain import explain_routes
 from farsight.services.api.pages.live import live_routes
 from farsight.services.api.pages.what_if import what_if_routes
@@ -55,8 +55,7 @@ from farsight.services.api.streams.manager import StreamManager
 from farsight.services.api.streams.routes import ResumableStreams, stream_routes, wants_resumable
 from farsight.services.api.text.prompts import PromptEncoder
 from farsight.services.api.tokens import token_routes
-from farsight.services.api.tracing.access_log import AccessLog
-from farsight.services.api.tracing.middleware import Tracing
+from farsight.services.api.tracing.middleware import AccessLog, Tracing
 from farsight.services.api.vectors.routes import VectorCalls, vector_routes
 
 if TYPE_CHECKING:
@@ -135,8 +134,8 @@ def build_app(
     running = Running(generator, encoder, shares_across_keys)
     _add(app, _generation_routes(running, workers, streams))
     _add(app, message_routes(running))
-    stored = None if batches is None else StoredResponses(batches.files)
-    _add(app, response_routes(running, stored))
+    _add(app, ollama_routes(running, calls.rows))
+    _add(app, response_routes(running, None if batches is None else batches.responses))
     if streams is not None:
         _add(app, stream_routes(streams, ERRORS | _EVENTS))
     larger = {}
@@ -149,7 +148,7 @@ def build_app(
     install_error_handlers(app)
     app.add_exception_handler(ClientGone, _gone)
     _add(app, docs_routes(app))
-    _add(app, home_routes(route_paths(app)))
+    _add(app, page_routes(of_operators=operator is not None))
     app.add_middleware(Methods, methods=_methods(app))
     app.add_middleware(DrainGate, readiness=readiness)
     app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, larger=larger)
@@ -161,7 +160,7 @@ def build_app(
         app.add_middleware(Tracing, exporter=spans)
     app.add_middleware(Slashes)
     app.add_middleware(LastResort)
-    app.add_middleware(AnthropicErrors)
+    app.add_middleware(ErrorShapes)
     if access_log:
         app.add_middleware(AccessLog)
     return app
@@ -173,7 +172,6 @@ def _add_operator_routes(
     _add(app, explain_routes(operator, administration.token))
     _add(app, what_if_routes(operator, administration.token))
     _add(app, _status_routes(generator, operator, readiness))
-    _add(app, page_routes())
     _add(app, admin_routes(operator, administration))
 
 

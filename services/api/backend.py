@@ -56,6 +56,7 @@ class ModelInfo:
         version: Version of the weights that new requests run on.
         abilities: What it can do.
         image_input: How it sees; None if it reads text alone.
+        preset: The policies that serve it.
         root: Directory or file of the model and its tokenizer on the server's machine, for clients that may know it;
             empty where there is none.
     """
@@ -74,6 +75,7 @@ class ModelInfo:
     end_ids: tuple[int, ...] = ()
     image_input: ImageInput | None = None
     root: str = ""
+    preset: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -172,6 +174,8 @@ class Operator(Protocol):
 
     async def logged_around(self, request_id: str) -> LoggedWindow | None:
         """Returns the log around a request that has ended; None if the log does not hold it any more.
+
+        With an empty id the log of the latest requests.
 
         Raises:
             FarsightError: The log cannot be read now, or steps have not been measured.

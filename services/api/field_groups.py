@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from farsight.core.request import FLEX, NO_SLO, Slo
 from farsight.services.api.fields import MAX_PRIORITY, NO_EFFECT, NeutralOnly, StrictModel, is_empty, refused
@@ -42,6 +42,70 @@ class ToolDefinition(StrictModel):
     function: FunctionDefinition
 
 
+class InputGrammar(StrictModel):
+    definition: str = Field(min_length=1)
+    syntax: Literal["regex", "lark"]
+
+    @model_validator(mode="after")
+    def _check_syntax(self) -> InputGrammar:
+        if self.syntax == "lark":
+            raise refused(
+                ".syntax", "lark", "'regex': calls are written as JSON, inside of which no Lark grammar holds"
+            )
+        return self
+
+
+class InputFormat(StrictModel):
+    type: Literal["text", "grammar"]
+    grammar: InputGrammar | None = None
+
+    @model_validator(mode="after")
+    def _check_grammar(self) -> InputFormat:
+        if (self.grammar is None) == (self.type == "grammar"):
+            expected = "an object with definition and syntax" if self.grammar is None else "null where type is 'text'"
+            raise refused(".grammar", None if self.grammar is None else "an object", expected)
+        return self
+
+
+class CustomDefinition(StrictModel):
+    name: Name
+    description: str | None = None
+    format: InputFormat | None = Field(None, description="What the input follows; any text if not given.")
+
+
+class CustomTool(StrictModel):
+    """A tool that takes one text. The model knows it as a function of one argument, since templates know functions."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @property
+    def function(self) -> FunctionDefinition:
+        text: dict[str, Any] = {"type": "string"}
+        if self.custom.format is not None and self.custom.format.grammar is not None:
+            text["pattern"] = f"^(?:{self.custom.format.grammar.definition})$"
+        schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+        return FunctionDefinition(
+            name=self.custom.name, description=self.custom.description, parameters=schema, strict=True
+        )
+
+
+def of_type(by_type: Mapping[str, str], otherwise: str) -> Discriminator:
+    """Chooses among models by their ``type``; tags are their names, which errors leave out of a field's path."""
+
+    def tag_of(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return by_type.get(kind, otherwise) if isinstance(kind, str) else otherwise
+
+    return Discriminator(tag_of)
+
+
+AnyTool = Annotated[
+    Annotated[ToolDefinition, Tag("ToolDefinition")] | Annotated[CustomTool, Tag("CustomTool")],
+    of_type({"custom": "CustomTool"}, "ToolDefinition"),
+]
+
+
 class NamedFunction(StrictModel):
     name: Name
 
@@ -50,8 +114,45 @@ class NamedTool(StrictModel):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        return self.function.name
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+class NamedCustomTool(StrictModel):
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+AnyNamedTool = Annotated[
+    Annotated[NamedTool, Tag("NamedTool")] | Annotated[NamedCustomTool, Tag("NamedCustomTool")],
+    of_type({"custom": "NamedCustomTool"}, "NamedTool"),
+]
+
+
+class ToolSubset(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: list[AnyNamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedTools(StrictModel):
+    """All tools are shown to the model, so that its prompt stays; only these can be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")]
+    | Annotated[NamedTool, Tag("NamedTool")]
+    | Annotated[NamedCustomTool, Tag("NamedCustomTool")]
+    | Annotated[AllowedTools, Tag("AllowedTools")],
+    of_type({"function": "NamedTool", "custom": "NamedCustomTool", "allowed_tools": "AllowedTools"}, "str"),
+]
 
 
 class CalledFunction(StrictModel):
@@ -80,6 +181,32 @@ class ToolCall(StrictModel):
         return {"id": self.id, "type": self.type, "function": function}
 
 
+class CalledCustom(StrictModel):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    input: str
+
+
+class CustomToolCall(StrictModel):
+    """A call of a custom tool that an earlier answer made."""
+
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = {"index": NO_EFFECT}
+
+    id: str = Field(max_length=256)
+    type: Literal["custom"]
+    custom: CalledCustom
+
+    def for_template(self) -> dict[str, Any]:
+        """As the call of the function that the model knows."""
+        function = {"name": self.custom.name, "arguments": {"input": self.custom.input}}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+AnyCall = Annotated[
+    Annotated[ToolCall, Tag("ToolCall")] | Annotated[CustomToolCall, Tag("CustomToolCall")],
+    of_type({"custom": "CustomToolCall"}, "ToolCall"),
+]
+
+
 def _check_size(tools: list[Any]) -> None:
     if len(tools) > MAX_TOOLS:
         raise refused(".tools", f"{len(tools)} tools", f"a list of up to {MAX_TOOLS} tools")
@@ -93,11 +220,13 @@ def _check_size(tools: list[Any]) -> None:
 class ToolFields(StrictModel):
     """The fields of a chat that concern tools."""
 
-    tools: list[ToolDefinition] | None = Field(
-        None, max_length=MAX_TOOLS, description=f"Functions that the model may call; up to {MAX_TOOLS}."
+    tools: list[AnyTool] | None = Field(
+        None,
+        max_length=MAX_TOOLS,
+        description=f"Functions and custom tools that the model may call; up to {MAX_TOOLS}.",
     )
     tool_choice: ToolChoice | None = Field(
-        None, description="'auto' if there are tools; 'required' and a named function make the output a call."
+        None, description="'auto' if there are tools; 'required' and a named tool make the output a call."
     )
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may hold several calls; true.")
 
@@ -116,8 +245,11 @@ class ToolFields(StrictModel):
         double = next((name for index, name in enumerate(names) if name in names[:index]), None)
         if double is not None:
             raise refused(".tools", double, "each name once")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise refused(".tool_choice.function.name", self.tool_choice.function.name, f"one of {names}")
+        kinds = {(tool.type, tool.function.name) for tool in self.tools or ()}
+        for place, chosen in self._chosen:
+            if (chosen.type, chosen.name) not in kinds:
+                expected = f"one of {[name for kind, name in sorted(kinds) if kind == chosen.type]}"
+                raise refused(f".tool_choice{place}.{chosen.type}.name", chosen.name, expected)
         if self.tool_choice == "required" and not names:
             raise refused(".tool_choice", "required", "'none' or 'auto' where there are no tools")
         for index, tool in enumerate(self.tools or ()):
@@ -127,22 +259,44 @@ class ToolFields(StrictModel):
         return self
 
     @property
+    def _chosen(self) -> list[tuple[str, NamedTool | NamedCustomTool]]:
+        """The tools that ``tool_choice`` names, each with its place there."""
+        match self.tool_choice:
+            case NamedTool() | NamedCustomTool() as one:
+                return [("", one)]
+            case AllowedTools() as several:
+                return [(f".allowed_tools.tools[{i}]", each) for i, each in enumerate(several.allowed_tools.tools)]
+        return []
+
+    @property
     def usable_tools(self) -> list[FunctionDefinition]:
-        """The functions that this request may call."""
+        """The functions that this request may call; a custom tool is one."""
         if self.tool_choice == "none":
             return []
         functions = [tool.function for tool in self.tools or ()]
-        if isinstance(self.tool_choice, NamedTool):
-            return [each for each in functions if each.name == self.tool_choice.function.name]
-        return functions
+        names = {chosen.name for _, chosen in self._chosen}
+        return [each for each in functions if each.name in names] if names else functions
+
+    @property
+    def custom_tools(self) -> tuple[str, ...]:
+        """Names of the tools that take a text."""
+        return tuple(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
+
+    @property
+    def limits_tools(self) -> bool:
+        """Whether the model is shown tools that it may not call."""
+        return isinstance(self.tool_choice, AllowedTools)
 
     @property
     def may_call_in_parallel(self) -> bool:
-        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool | NamedCustomTool)
 
     @property
     def must_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool | NamedCustomTool)
 
 
 MAX_BEAMS = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -36,11 +36,19 @@ def run_requests(backend: Generator, generation: Generation) -> AsyncGenerator[t
     return _run_one(backend, generation, 0) if len(generation.requests) == 1 else _run_several(backend, generation)
 
 
-async def collect(backend: Generator, generation: Generation) -> list[ChoiceResult]:
-    """Returns the complete outputs, in the order of the requests."""
+async def collect(
+    backend: Generator, generation: Generation, saw: Callable[[TokenDelta], None] | None = None
+) -> list[ChoiceResult]:
+    """Returns the complete outputs, in the order of the requests.
+
+    Args:
+        saw: Called with each delta when it comes.
+    """
     results = [ChoiceResult() for _ in generation.requests]
     async with aclosing(run_requests(backend, generation)) as deltas:
         async for index, delta in deltas:
+            if saw is not None:
+                saw(delta)
             results[index].add(delta)
     return results
 

@@ -145,8 +145,10 @@ class Generation:
         """Prompt tokens, each prompt counted once whatever its number of choices."""
         return sum(request.prompt_len for request in self.prompts)
 
-    def named(self, owner: bytes, salt: Callable[[str], str], reading_rate: float | None = None) -> Generation:
-        """Adds the requests that run, under a new id of the client's answer.
+    def named(
+        self, owner: bytes, salt: Callable[[str], str], reading_rate: float | None = None, response_id: str = ""
+    ) -> Generation:
+        """Adds the requests that run, under an id of the client's answer: a new one where none is given.
 
         Each try of a prompt has the next seed, so that a choice does not depend on the number of choices.
 
@@ -156,7 +158,7 @@ class Generation:
             reading_rate: As in ``Request``.
         """
         prefix = self.id_prefix or ("chatcmpl-" if self.chat else "cmpl-")
-        response_id = f"{prefix}{uuid.uuid4().hex}"
+        response_id = response_id or f"{prefix}{uuid.uuid4().hex}"
         tries = [(prompt, number) for prompt in self.prompts for number in range(self.num_tries)]
         requests = tuple(
             dataclasses.replace(

@@ -1,7 +1,7 @@
 """What a request passes before the application sees it: a limit, a pace, and the manners of HTTP.
 
-Also the reply to a stray exception, and the shape of errors under Anthropic's addresses. A path may end with a slash,
-HEAD is GET without a body, OPTIONS says which methods there are.
+Also the reply to a stray exception, and the shape of errors under the addresses of other APIs. A path may end with a
+slash, HEAD is GET without a body, OPTIONS says which methods there are.
 """
 
 from __future__ import annotations
@@ -284,6 +284,10 @@ def _without_body(send: Send) -> Send:
 
 
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATH = "/api"
+Shape = Callable[[int, Mapping[str, Any]], dict[str, Any]]
+"""From the status and our own fields of an error to the body of another API."""
+
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -301,14 +305,24 @@ def anthropic_error(status: int, error: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "error", "error": {**error, "type": kind}}
 
 
-class AnthropicErrors:
-    """Rewrites the bodies of errors under ``ANTHROPIC_PATH``; statuses and headers stay."""
+def ollama_error(_status: int, error: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns Ollama's error, a text, beside the field and the code that our errors name."""
+    return {"error": error["message"], "param": error["param"], "code": error["code"]}
+
+
+_SHAPES = ((ANTHROPIC_PATH, anthropic_error), (f"{OLLAMA_PATH}/", ollama_error))
+
+
+class ErrorShapes:
+    """Rewrites the bodies of errors under the paths of other APIs; statuses and headers stay."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(ANTHROPIC_PATH):
+        path = scope["path"] if scope["type"] == "http" else ""
+        shape = next((shape for prefix, shape in _SHAPES if path.startswith(prefix)), None)
+        if shape is None:
             await self._app(scope, receive, send)
             return
         head: Message | None = None
@@ -323,14 +337,14 @@ class AnthropicErrors:
             else:
                 body.extend(message.get("body", b""))
                 if not message.get("more_body", False):
-                    await _send_shaped(head, bytes(body), send)
+                    await _send_shaped(head, bytes(body), shape, send)
 
         await self._app(scope, receive, shaped)
 
 
-async def _send_shaped(head: Message, body: bytes, send: Send) -> None:
+async def _send_shaped(head: Message, body: bytes, shape: Shape, send: Send) -> None:
     with suppress(ValueError, KeyError, TypeError):  # an empty answer, such as one that no client waits for
-        body = json.dumps(anthropic_error(head["status"], json.loads(body)["error"])).encode()
+        body = json.dumps(shape(head["status"], json.loads(body)["error"])).encode()
     MutableHeaders(scope=head)["content-length"] = str(len(body))
     await send(head)
     await send({"type": "http.response.body", "body": body})

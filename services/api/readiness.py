@@ -18,10 +18,14 @@ from farsight.services.api.middleware import drop_body
 RETRY_AFTER_S = 1
 """A client that tries again after so many seconds may reach another server behind the same address."""
 
-_GENERATION_PATHS = "/v1/"
+_GENERATION_PATHS = ("/v1/", "/api/")
 _STREAM_PATHS = "/v1/streams/"
-_TOKEN_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
-_REQUEST_LINES = tuple(f"POST {path} HTTP/".encode() for path in _TOKEN_PATHS)
+TOKEN_PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat", "/api/generate",
+)  # fmt: skip
+"""Addresses whose requests ask for tokens."""
+
+_REQUEST_LINES = tuple(f"POST {path} HTTP/".encode() for path in TOKEN_PATHS)
 
 Reason = Callable[[], CapacityError | None]
 """Why a request for tokens that comes now is refused whatever it holds, counting it; None if it may be admitted."""
@@ -145,4 +149,4 @@ class Shed:
 
 
 def _begins_generation(scope: Scope) -> bool:
-    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _TOKEN_PATHS
+    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in TOKEN_PATHS

@@ -173,6 +173,7 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
         parallel=body.may_call_in_parallel,
         shows_reasoning=body.include_reasoning is not False,
         reasons=not (body.continue_final_message or _follows_text(body.constraint)),
+        custom=body.custom_tools,
     )
     request = _request(body, prompt_ids, limit, room, model, encoder, form)
     request = _scored(request, logprobs, False, body.prompt_logprobs)

@@ -11,9 +11,9 @@ from pydantic import Field, PlainValidator, model_validator
 from farsight.services.api.field_groups import (
     MAX_CALLS,
     MAX_SCHEMA_DEPTH,
+    AnyCall,
     BeamFields,
     TargetFields,
-    ToolCall,
     ToolFields,
 )
 from farsight.services.api.fields import (
@@ -345,7 +345,7 @@ class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
     name: str | None = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS, description="Calls that this answer made.")
+    tool_calls: list[AnyCall] | None = Field(None, max_length=MAX_CALLS, description="Calls that this answer made.")
     tool_call_id: str | None = Field(None, max_length=256, description="The call that a tool's message answers.")
     reasoning_content: str | None = Field(None, description="Extension; the reasoning of an earlier answer.")
 
@@ -431,7 +431,8 @@ class ChatTurn(ToolFields):
         """The tools as chat templates take them."""
         if not self.tools or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        functions = [tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in self.tools]
+        return [{"type": "function", "function": function} for function in functions]
 
     @model_validator(mode="after")
     def _check_continuation(self) -> ChatTurn:

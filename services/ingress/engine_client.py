@@ -312,6 +312,7 @@ class EngineClient:
 
     async def _pump_announcements(self) -> None:
         while True:
+            lists = self._ledger.is_asked
             try:
                 reply = await self._router.announce(self._ledger.announce(self.first_check.announcing()))
                 self._heard_at = time.monotonic()
@@ -324,7 +325,8 @@ class EngineClient:
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
             self._after_faults()
-            await asyncio.sleep(ANNOUNCE_S)
+            if lists or not self._ledger.is_asked:  # else the Router waits for the list that follows
+                await asyncio.sleep(ANNOUNCE_S)
 
     def _end_refused(self, refusals: Iterable[Refusal]) -> None:
         for refusal in refusals:

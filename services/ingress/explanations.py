@@ -79,6 +79,7 @@ class Explanations:
         """Returns the window of the log around a request; None if it is not among the latest.
 
         Args:
+            request_id: Empty for the latest requests.
             seen: The load now, which tells how a replica runs.
 
         Raises:
@@ -97,6 +98,8 @@ class Explanations:
 
     async def _records(self, request_id: str) -> tuple[FinishedRequest, ...] | None:
         end = (await self._log_store.read(LogQuery(_END, 0))).last_row
+        if not request_id:
+            return (await self._log_store.read(LogQuery(max(0, end - PAGE), PAGE))).records
         lowest = max(0, end - MOST_RECORDS)
         records: tuple[FinishedRequest, ...] = ()
         before: int | None = None  # records ahead of its own, once it is found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from farsight.actors.runtime.names import initial_counts
 from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerBook, PeerLost, Site, current_counts
@@ -15,7 +17,9 @@ from farsight.core.images import EncodedImage, EncodeImages, ImageFile, digest_o
 from farsight.core.request import Request
 from farsight.engine.vision.row_files import RowHolder
 from farsight.services.api.errors import ApiError, unavailable
-from farsight.services.api.pictures.fetching import FetchLimits, PictureFetcher
+
+if TYPE_CHECKING:
+    from farsight.services.api.pictures.fetching import PictureFetcher
 
 COUNTS_S = 5.0
 """Seconds between two lookups of the number of encoders."""
@@ -41,12 +45,18 @@ class ImageClient:
     def __init__(self, site: Site, peers: PeerBook, owner: str) -> None:
         self._peers = peers
         self._counts = initial_counts(site.config, sees=site.sees)
-        self._settings = settings = site.config.images
-        limits = FetchLimits(max_waiting_bytes=settings.max_waiting_mib * _MIB, timeout_s=settings.url_timeout_s)
-        self._fetcher = PictureFetcher(parse_image_hosts(settings.allow_urls), limits)
+        self._settings = site.config.images
         self._num_bytes = 0
         directory = rows_directory()
         self._holder = None if directory is None else RowHolder(directory, owner)
+
+    @cached_property
+    def _fetcher(self) -> PictureFetcher:
+        from farsight.services.api.pictures.fetching import FetchLimits, PictureFetcher  # aiohttp: with the first URL
+
+        settings = self._settings
+        limits = FetchLimits(max_waiting_bytes=settings.max_waiting_mib * _MIB, timeout_s=settings.url_timeout_s)
+        return PictureFetcher(parse_image_hosts(settings.allow_urls), limits)
 
     async def run(self) -> None:
         """Follows the number of encoders; never returns."""

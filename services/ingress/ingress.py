@@ -18,8 +18,7 @@ from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and
 from farsight.core.config.server import ServerConfig, is_loopback
 from farsight.core.errors import CapacityError, ConfigError
 from farsight.core.messages.fleet import ServedModel
-from farsight.services.api.access.access_control import AccessControl, access_settings
-from farsight.services.api.access.metered import MeteredGenerator
+from farsight.services.api.access.access_control import AccessControl, MeteredGenerator, access_settings
 from farsight.services.api.admin import Administration
 from farsight.services.api.app import build_app
 from farsight.services.api.batches.files import Files

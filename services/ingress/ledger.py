@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from farsight.core.forecast import Forecast
+from farsight.core.key_sums import KeySums
 from farsight.core.messages.requests import (
     Announce,
     AnnounceReply,
@@ -85,6 +86,9 @@ class RequestLedger:
     def __init__(self, ingress_id: str) -> None:
         self.ingress_id = ingress_id
         self._open: dict[str, OpenStream] = {}
+        self._sums = KeySums()  # of the open streams that were sent
+        self._nowhere: dict[str, None] = {}  # ids of these that are on no replica, as far as is known here
+        self._asked: tuple[int, ...] = ()  # parts of the sums that the next announcement lists
         self._outgoing: dict[str, None] = {}  # ids whose current attempt has not been sent
         self._aborts: dict[Key, None] = {}
         self._aborted_at: OrderedDict[Key, float] = OrderedDict()  # within ``ABORT_AGAIN_S``, the oldest first
@@ -120,12 +124,25 @@ class RequestLedger:
 
     def close(self, request_id: str, now: float) -> None:
         """Closes and aborts a request whose client has left, or was answered by other means; ended ones are closed."""
-        stream = self._open.pop(request_id, None)
-        if stream is None:
+        if request_id not in self._open:
             return
+        stream = self._remove(request_id)
         self._outgoing.pop(request_id, None)
         if stream.sent:
             self._abort(stream.key, now)
+
+    def _remove(self, request_id: str) -> OpenStream:
+        self._unsend(request_id)
+        return self._open.pop(request_id)
+
+    def _unsend(self, request_id: str) -> None:
+        """Takes a stream whose current attempt was sent out of what is announced."""
+        self._sums.discard(request_id)
+        self._nowhere.pop(request_id, None)
+
+    def _locate(self, stream: OpenStream, replica: str, worker_incarnation: str) -> None:
+        stream.replica, stream.worker_incarnation = replica, worker_incarnation
+        self._nowhere.pop(stream.request.request_id, None)
 
     def take_outgoing(self) -> tuple[tuple[Request, ...], tuple[Key, ...]]:
         """Takes what the Router must be told: attempts to run, and attempts to forget."""
@@ -133,6 +150,8 @@ class RequestLedger:
         for request_id in self._outgoing:
             stream = self._open[request_id]
             stream.sent = True
+            self._sums.put(*stream.key)
+            self._nowhere[request_id] = None
             requests.append(stream.request)
         aborts = tuple(self._aborts)
         self._outgoing.clear()
@@ -148,7 +167,7 @@ class RequestLedger:
         for placed in all_placed:
             stream = self._current((placed.request_id, placed.attempt))
             if stream is not None and placed.replica:
-                stream.replica, stream.worker_incarnation = placed.replica, placed.worker_incarnation
+                self._locate(stream, placed.replica, placed.worker_incarnation)
 
     def submit_failed(self, requests: Iterable[Request]) -> None:
         """Sends these requests again as new attempts: the Router died with them or is absent, so they may be placed."""
@@ -167,14 +186,14 @@ class RequestLedger:
             if delta.finish_reason is None:
                 self._abort((delta.request_id, delta.attempt), now)
             return False
-        stream.replica, stream.worker_incarnation = replica, incarnation
+        self._locate(stream, replica, incarnation)
         if delta.finish_reason == "abort" or delta.start != stream.output_len:
             self._resume([stream.key])  # the abort did not come from here, or tokens were lost on the way
             return False
         stream.output_ids += delta.token_ids
         stream.num_unnamed += delta.num_unnamed
         if delta.finish_reason is not None:
-            del self._open[delta.request_id]
+            self._remove(delta.request_id)
         return True
 
     def worker_lost(self, replica: str) -> None:
@@ -182,19 +201,27 @@ class RequestLedger:
         self._resume([stream.key for stream in self._open.values() if stream.replica == replica])
 
     def announce(self, load: IngressLoad = NO_LOAD) -> Announce:
-        """Lists the requests that have been sent and are still open.
+        """Sums up the requests that have been sent and are still open, and lists those that the Router asked for.
 
         Args:
             load: The load of this replica, as its ``FirstCheck`` counts it.
         """
-        streams = [stream for stream in self._open.values() if stream.sent]
-        return Announce(self.ingress_id, tuple(map(_announced, streams)), load)
+        listed, self._asked = self._asked, ()
+        streams = (self._open[request_id] for request_id, _ in self._sums.keys(listed))
+        nowhere = tuple(self._open[request_id].key for request_id in self._nowhere)
+        return Announce(self.ingress_id, self._sums.packed(), listed, tuple(map(_announced, streams)), nowhere, load)
 
     def announced(self, reply: AnnounceReply) -> list[Refusal]:
         """Books the Router's answer: resumes lost requests; returns refusals as ``submitted`` does."""
+        self._asked = reply.asked
         self._note_placed(reply.placed)
         self._resume(reply.lost)
         return self._refused(reply.refusals)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the Router waits for an announcement that lists streams."""
+        return bool(self._asked)
 
     def take_given_up(self) -> list[GivenUp]:
         """Takes the requests that were resumed too often, or cannot be resumed."""
@@ -205,7 +232,7 @@ class RequestLedger:
         told = {(refusal.request_id, refusal.attempt): refusal for refusal in refusals}  # some more than once
         ended = [refusal for key, refusal in told.items() if self._current(key) is not None]
         for refusal in ended:
-            del self._open[refusal.request_id]
+            self._remove(refusal.request_id)
         return ended
 
     def _current(self, key: Key) -> OpenStream | None:
@@ -229,7 +256,7 @@ class RequestLedger:
 
     def _give_up(self, stream: OpenStream, reason: str) -> None:
         request_id, attempt = stream.key
-        del self._open[request_id]
+        self._remove(request_id)
         self._given_up.append(GivenUp(request_id, attempt + 1, reason))
 
     def _follow_up(self, stream: OpenStream) -> None:
@@ -237,6 +264,7 @@ class RequestLedger:
         request_id, attempt = stream.key
         stream.request = dataclasses.replace(stream.request, attempt=attempt + 1, output_ids=tuple(stream.output_ids))
         stream.sent, stream.replica, stream.worker_incarnation = False, "", ""
+        self._unsend(request_id)
         self._outgoing[request_id] = None
         self.num_resumed += 1
 

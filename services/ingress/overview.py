@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-import aiohttp
-
 from farsight.actors.calls.failures import RemoteError
 from farsight.actors.runtime.component import kind_of
 from farsight.actors.runtime.names import (
@@ -183,6 +181,8 @@ class Overview:
         texts = await asyncio.gather(*(_said(self._peers.actor(host).metrics(), "") for host in hosts))
         pages = dict(zip(hosts, texts, strict=True)) | {own_name: own_text}
         rows = [row for row in await self._ingress_rows() if row.name != own_name and row.state == "ready"]
+        import aiohttp  # only here: a model in one process has no other ingress replicas to ask
+
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as session:
             for row in rows:
                 # Another ingress replica is no actor of ours; its port is on the loopback interface of its node.

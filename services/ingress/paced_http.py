@@ -14,7 +14,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from farsight.core.config.server import ServerConfig
 from farsight.core.errors import CapacityError
-from farsight.services.api.middleware import LoopPace
+from farsight.services.api.middleware import ErrorShapes, LoopPace
 from farsight.services.api.readiness import Reason, Refused, asks_for_tokens
 from farsight.services.proxy.timed_http import ConnectionLimits, TimedHttp
 
@@ -64,7 +64,8 @@ class PacedHttp(TimedHttp):
             if error is None:
                 self.app, pace = self._app, self._pace
             else:
-                self.app, pace = Refused(self._app, error, self._server.max_body_bytes), self._server.refusals
+                self.app = ErrorShapes(Refused(self._app, error, self._server.max_body_bytes))
+                pace = self._server.refusals
             pace.submit(self._begin)
             if self._held:
                 self._rests = True

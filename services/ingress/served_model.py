@@ -32,6 +32,7 @@ def model_info(site: Site, ready: WorkerReady) -> ModelInfo:
         abilities=served_abilities(site),
         image_input=served_image_input(site),
         root=site.model_dir,
+        preset=site.config.scheduler.preset,
     )
 
 

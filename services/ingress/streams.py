@@ -103,7 +103,8 @@ class StreamTrace:
         self._epoch_s = received_at - time.monotonic()
         self._decisions: list[Decision] = []
         self._num_left_out = 0
-        self.note("received", {"prompt_tokens": request.prompt_len, "max_new_tokens": request.sampling.max_new_tokens})
+        facts = {"prompt_tokens": request.prompt_len, "max_new_tokens": request.sampling.max_new_tokens}
+        self.note("received", facts | ({"tenant": request.tenant} if request.tenant else {}))
 
     def note(self, kind: str, facts: Facts) -> None:
         if self._request.origin is None:

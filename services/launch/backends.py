@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from farsight.actors.external.openai_server import OpenAIServer, find_api_key
 from farsight.actors.external.openai_wire import BackendFailed
 from farsight.core.config.actors import ReplicaConfig
 from farsight.core.config.load import FarsightConfig
@@ -27,6 +26,8 @@ def check_replicas(config: FarsightConfig) -> None:
         expected = f"none with preset {config.scheduler.preset!r}: batches are formed for workers of our own engine"
         raise ConfigError("replica", [each.url for each in config.replica], expected)
     for each in config.replica:
+        from farsight.actors.external.openai_server import find_api_key  # aiohttp: only where there are some
+
         find_api_key(each)
 
 
@@ -49,6 +50,8 @@ async def _ask_all(config: FarsightConfig, model: str) -> list[str]:
 
 async def _ask(config: ReplicaConfig, model: str) -> str:
     """The problem with the server; empty if there is none."""
+    from farsight.actors.external.openai_server import OpenAIServer, find_api_key
+
     server = OpenAIServer(config, config.model or model, lambda ids, before: "", find_api_key(config))
     await server.open()
     try:

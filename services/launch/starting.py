@@ -201,11 +201,11 @@ def welcome(url: str, model: str, example: Example, key: str) -> list[str]:
     fields = {"model": model, **(_seeing() if example == "vision" else _EXAMPLES[example])}
     post = f"curl{' -N' if generates else ''} {url}{path} -H 'Content-Type: application/json'{key}"
     body = shlex.quote(json.dumps(fields | ({"stream": True} if generates else {})))
-    playground = f"   Playground: {url}/play" if generates else ""
+    chat = f"   Chat: {url}/play" if generates else ""
     return [
         f"Try:\n  {post} \\\n    -d {body}",
         f"OpenAI API: {url}/v1   First: curl {url}/v1/models{key}   Stop: Ctrl-C",
-        f"Dashboard: {url}/dashboard{playground}",
+        f"Dashboard: {url}/dashboard{chat}",
     ]
 
 

@@ -69,6 +69,7 @@ class ReplicaShape:
         promises: Whether each request is told on arrival when it will end.
         num_stages: Stages of a pipeline, each with a batch of its own in flight; the latency model then gives the time
             of one batch in all stages together.
+        copies_block: Whether a step waits for the copies of KV that are ordered before it, as where no stream overlaps.
         offload_hop_s: From a question to the KV offload manager to its answer, there and back.
         tells_cache: Whether reports tell the scheduler what is cached.
         below: Tiers below the device's pool (``cluster.tiered``); None for a replica that knows none.
@@ -87,6 +88,7 @@ class ReplicaShape:
     execution: Execution = "ragged"
     promises: bool = False
     num_stages: int = 1
+    copies_block: bool = False
     offload_hop_s: float = 0.0
     tells_cache: bool = False
     below: MemoryBelow | None = None
@@ -340,7 +342,8 @@ class Replica:
         """Starts the next run, if any request can run."""
         batch = self._prepare(now)
         if batch is not None:
-            self._run = run = StepRun(batch, step_work(batch), self._latency, now, 1)
+            began_at = self._copies[-1][0] if self._copies and self.shape.copies_block else now
+            self._run = run = StepRun(batch, step_work(batch), self._latency, began_at, 1)
             run.end_after(self._steps_until_change(run))
 
     def _prepare(self, now: float) -> StepBatch | None:

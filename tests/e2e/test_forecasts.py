@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import sqlite3
@@ -13,8 +14,12 @@ from typing import Any
 
 import httpx
 
+from farsight.core.config.load import make_config
+from farsight.services.api.schemas import CompletionRequest
 from farsight.services.launch.launch import EMBEDDED_NAME
+from farsight.services.local.service import LocalService, local_service
 from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
+from tests.unit.actors.components import until
 
 LENGTHS = {"Say:": 10, "Tell:": 200}
 
@@ -149,50 +154,49 @@ def test_another_predictor_comes_when_questions_queue(tmp_path: Path) -> None:
 CLASSES = {"Name the colour.": 4, "Tell me of the sea.": 14, "Write down all that you know of trees.": 40}
 
 
-def test_magnus_batches_by_an_encoder_that_sentence_transformers_computes(tmp_path: Path) -> None:
-    """Three applications with outputs of one length each: every forecast is right, and so are those of the batches."""
-    settings = config(
-        tmp_path,
-        f"""
-        [engine]
-        benchmark_mode = true
-        [log]
-        path = "{tmp_path / "log.sqlite"}"
-        [predictor]
-        encoder = "sentence-transformers:minilm"
-        learn_every_s = 4
-        cpu_share = 16.0
-        """,
-    )
-    server = start_server(tmp_path / "log", "--preset", "magnus", *settings)
-    client = client_of(server)
+async def test_magnus_batches_by_an_encoder_that_sentence_transformers_computes(tmp_path: Path) -> None:
+    """Three applications with outputs of one length each: every forecast is right, and so are those of the batches.
 
-    def ask(num: int, first: int) -> None:
-        with ThreadPoolExecutor(16) as threads:
-            asked = []
-            for number in range(first, first + num):
-                instruction, length = list(CLASSES.items())[number % 3]
-                body = {"model": EMBEDDED_NAME, "instruction": instruction, "prompt": f"number {number}"}
-                asked_for = {"max_tokens": 200, "benchmark_len": length}
-                asked.append(threads.submit(client.post, "/v1/completions", json=body | asked_for))
-            assert {each.result().status_code for each in asked} == {200}
+    The components are real and in this process, which loads that library once.
+    """
+    log = tmp_path / "log.sqlite"
+    tables = {
+        "model": {"name": EMBEDDED_NAME},
+        "scheduler": {"preset": "magnus"},
+        "engine": {"benchmark_mode": True},
+        "log": {"path": str(log)},
+        "predictor": {"encoder": "sentence-transformers:minilm", "learn_every_s": 1.0, "cpu_share": 16.0},
+    }
+    asked: list[float] = []
 
     def rows(query: str, *parameters: float) -> list[tuple[Any, ...]]:
-        with sqlite3.connect(f"file:{tmp_path / 'log.sqlite'}?mode=ro", uri=True) as log:
-            return log.execute(query, parameters).fetchall()
+        with sqlite3.connect(f"file:{log}?mode=ro", uri=True) as found:
+            return found.execute(query, parameters).fetchall()
 
-    try:
-        ask(180, first=0)  # it learns from the first hundred, and holds every fifth back
-        wait_until(lambda: sample(server.base_url, "farsight:forecast_version") >= 1, "nothing is learned")
-        [(since,)] = rows("SELECT max(finished_at) FROM finished_batches")
-        ask(60, first=180)
-        lengths = "SELECT source, mean, output_len FROM forecasts JOIN finished_requests USING (request_id)"
-        wait_until(lambda: len(rows(lengths)) == 240, "the log has not all of them")
-        last = rows(f"{lengths} WHERE received_at > ?", since)
-        assert len(last) == 60 and {source for source, _, _ in last} == {"forest"}
+    async def ask(service: LocalService, num: int) -> None:
+        bodies = []
+        for _ in range(num):
+            instruction, length = list(CLASSES.items())[len(asked) % 3]
+            body = {"instruction": instruction, "prompt": f"number {len(asked)}"}
+            bodies.append(body | {"max_tokens": 200, "benchmark_len": length})
+            asked.append(length)
+        generations = [await service.read(CompletionRequest, {"model": EMBEDDED_NAME, **body}) for body in bodies]
+        answers = await asyncio.gather(*map(service.collect, generations))
+        assert [sum(choice.num_tokens for choice in choices) for choices in answers] == asked[-num:]
+        await until(lambda: len(rows(lengths)) == len(asked))
+
+    lengths = "SELECT source, mean, output_len FROM forecasts JOIN finished_requests USING (request_id)"
+    newest = f"{lengths} ORDER BY finished_requests.row DESC LIMIT ?"
+    async with asyncio.timeout(LONG_S), local_service(make_config(tables)) as service:
+        await ask(service, 180)  # it learns from the first hundred, and holds every fifth back
+        while {source for source, _, _ in rows(newest, 3)} != {"forest"}:
+            await ask(service, 3)
+        [(before,)] = rows("SELECT max(row) FROM finished_batches")
+        await ask(service, 60)
+        last = rows(newest, 60)
+        assert {source for source, _, _ in last} == {"forest"}
         assert max(abs(mean - length) for _, mean, length in last) <= 1
-        batches = rows("SELECT predicted_len, generation_len FROM finished_batches WHERE finished_at > ?", since)
-        assert batches and max(abs(predicted - actual) for predicted, actual in batches) <= 1
-    finally:
-        client.close()
-        server.stop()
+        since = "FROM finished_batches WHERE row > ?"
+        await until(lambda: rows(f"SELECT sum(num_requests) {since}", before) == [(60,)])
+        batches = rows(f"SELECT predicted_len, generation_len {since}", before)
+        assert max(abs(predicted - actual) for predicted, actual in batches) <= 1

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from benchmarks.common.streams import Stream, eventually
-from tests.e2e.server import one_ingress, start_server
-from tests.published import smollm2
+from farsight.core.config.engine import EngineConfig
+from farsight.core.request import SamplingParams
+from farsight.engine import Engine
+from tests.e2e.server import LONG_S, one_ingress, start_server
+from tests.published import smollm2, smollm2_floats
 
 QUESTIONS = (
     "Tell me a story about a cat and a dog.",
@@ -64,3 +68,28 @@ async def test_answers_of_smollm2_outlive_their_worker(tmp_path: Path) -> None:
         assert all(stream.reasons == ["length"] and not stream.errors for stream in undisturbed)
     finally:
         server.stop()
+
+
+async def test_iterations_that_are_cut_off_change_no_token_of_smollm2(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """``mlfq = "preemption"`` on a server, greedy and in float32, beside ``fcfs`` in this process."""
+    model = smollm2_floats(tmp_path_factory)
+    prompts = [f"{question} " * (1 + 8 * index) for index, question in enumerate(QUESTIONS)]
+    config = tmp_path / "farsight.toml"
+    config.write_text('[scheduler]\nmlfq = "preemption"\nquantum_s = 0.0001\n[engine]\nmax_num_seqs = 2\n')
+    flags = ("--model", str(model), "--dtype", "float32", "--preset", "fastserve", "--config", str(config))
+    server = start_server(tmp_path / "log", *flags)
+    try:
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=LONG_S) as client:
+            common = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+            asked = [client.post("/v1/completions", json={"prompt": prompt, **common}) for prompt in prompts]
+            replies = [reply.json()["choices"][0] for reply in await asyncio.gather(*asked)]
+            page = (await client.get("/metrics")).text
+    finally:
+        server.stop()
+    cut = [float(line.split()[-1]) for line in page.splitlines() if line.startswith("farsight:steps_cut_off_total")]
+    assert sum(cut) >= len(prompts), "each prompt outlasts the first quantum"
+    engine = Engine(model, dtype="float32", engine=EngineConfig(max_num_seqs=2))
+    expected = engine.generate(prompts, SamplingParams(24, ignore_eos=True))
+    assert [reply["token_ids"] for reply in replies] == [list(each.token_ids) for each in expected]

@@ -1,4 +1,4 @@
-"""Tools, responses and messages over HTTP, on the embedded model."""
+"""Tools, responses, messages and Ollama's API over HTTP, on the embedded model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import ollama
 import openai
 import pytest
 from openai.types.chat import ChatCompletionFunctionToolParam
@@ -147,3 +148,53 @@ def test_messages(base_url: str, model_name: str) -> None:
         check(json.dumps(block["input"]))
         counted = http.post("/v1/messages/count_tokens", json={"messages": body["messages"], "system": UPPER}).json()
         assert counted["input_tokens"] == answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"]
+
+
+def test_the_ollama_package(base_url: str, model_name: str, client: openai.OpenAI) -> None:
+    local = ollama.Client(host=base_url, timeout=LONG_S)
+    said = [{"role": "system", "content": UPPER}, {"role": "user", "content": "hello"}]
+    whole = local.chat(model_name, said, options={"temperature": 0})
+    lines = list(local.chat(f"{model_name}:latest", said, options={"temperature": 0}, stream=True))
+    same = client.chat.completions.create(model=model_name, messages=said, temperature=0)  # type: ignore[arg-type]
+    assert whole.message.content == same.choices[0].message.content == "".join(line.message.content for line in lines)
+    assert same.usage is not None
+    counts = (same.usage.prompt_tokens, same.usage.completion_tokens)
+    assert (whole.prompt_eval_count, whole.eval_count) == (lines[-1].prompt_eval_count, lines[-1].eval_count) == counts
+    assert 0 < whole.prompt_eval_duration <= whole.total_duration and lines[-1].done_reason == "stop"
+    answer = local.generate(model_name, "Rome", format=SCHEMA, options={"num_predict": 100, "seed": 1})
+    check(answer.response)
+    assert len(local.embed(model_name, ["a cat", "a dog"]).embeddings) == 2
+    [row] = [row for row in local.list().models if row.model == model_name]
+    assert row.size > 0 and row.details.family and local.ps().models[0].digest == row.digest
+    assert "completion" in local.show(model_name).capabilities
+    with pytest.raises(ollama.ResponseError, match="models are not managed"):
+        local.pull("another")
+
+
+def test_what_open_webui_asks(base_url: str, model_name: str) -> None:
+    """The calls of its connection to Ollama: its list of models, a chat, a title, embeddings, loaded models, unload."""
+    with httpx.Client(base_url=base_url, timeout=LONG_S) as web:
+        assert web.get("/api/version").json()["version"]
+        [row] = web.get("/api/tags").json()["models"]
+        assert {"name", "model", "modified_at", "size", "digest", "details"} <= row.keys()
+        assert web.post("/api/show", json={"name": row["name"]}).json()["model_info"]
+        chat = {
+            "model": row["name"],
+            "messages": [{"role": "user", "content": "hello"}],
+            "options": {"num_ctx": 2048, "temperature": 0.0, "stop": ["<end>"]},
+            "keep_alive": "5m",
+            "stream": True,
+        }
+        with web.stream("POST", "/api/chat", json=chat) as answer:
+            assert answer.headers["content-type"] == "application/x-ndjson"
+            lines = [json.loads(line) for line in answer.iter_lines()]
+        assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True] and lines[0]["message"][
+            "content"
+        ]
+        title = web.post("/api/chat", json={**chat, "stream": False, "format": "json", "options": {"num_predict": 40}})
+        assert title.json()["done"] is True
+        texts = web.post("/api/embed", json={"model": row["name"], "input": ["a", "b"], "truncate": True})
+        assert len(texts.json()["embeddings"]) == 2
+        assert web.get("/api/ps").json()["models"][0]["model"] == row["name"]
+        unload = web.post("/api/generate", json={"model": row["name"], "keep_alive": 0})
+        assert unload.status_code == 400 and "stays loaded" in unload.json()["error"]

@@ -102,8 +102,9 @@ class IngressComponent(Component):
             self._refuse(self.ledger.announced(reply))
             self._follow(reply.replicas)
             self._flush()
-            self.later(ANNOUNCE_S, self._announce)
+            self.later(0.0 if self.ledger.is_asked and not lists else ANNOUNCE_S, self._announce)
 
+        lists = self.ledger.is_asked
         again = self.ledger.announce()
         on_lost = lambda: self.later(LOOK_AGAIN_S, self._announce)  # noqa: E731
         self.world.network.call(self.life, "router", "announce", again, on_reply, on_lost)

@@ -24,6 +24,7 @@ from farsight.policies.fleet.batch_scheduler import BatchScheduler
 from farsight.policies.fleet.events import (
     AbortOnReplica,
     AskCache,
+    AskIngress,
     AskReplica,
     BatchEnded,
     GlobalEvent,
@@ -77,6 +78,7 @@ class _Answers:
     pending: int = 1
     refusals: list[Refusal] = field(default_factory=list)
     lost: list[Key] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)
 
     def settle(self) -> None:
         self.pending -= 1
@@ -121,14 +123,14 @@ class RouterComponent(Component):
 
         def done(answers: _Answers) -> None:
             late, ingress.late_refusals = ingress.late_refusals, []
-            waited = [stream for stream in message.open if not stream.replica]
-            placed = (self.machine.placed(stream.request_id, stream.attempt) for stream in waited)
+            placed = (self.machine.placed(*key) for key in message.nowhere)
             known = tuple(each for each in placed if each.replica)
             refusals = (*answers.refusals, *late)
-            reply(AnnounceReply(tuple(answers.lost), refusals, tuple(self._replicas), known))
+            asked = tuple(answers.asked)
+            reply(AnnounceReply(tuple(answers.lost), refusals, tuple(self._replicas), known, asked=asked))
 
         before = self.machine.num_in_flight
-        self._handle(IngressAnnounced(message.ingress_id, message.open), done)
+        self._handle(IngressAnnounced(message.ingress_id, message.sums, message.listed, message.open), done)
         self.world.count("adoptions", not self.is_first and self.machine.num_in_flight > before)
 
     def replica_state(self, message: ReplicaState, reply: Callable[[], None]) -> None:
@@ -142,7 +144,8 @@ class RouterComponent(Component):
         if isinstance(self.machine, BatchScheduler):
             self._handle(ReplicaRests(name, message.resting), lambda answers: None)
         self._handle(
-            ReplicaAway(name) if ready is None else ReplicaUp(name, ready, message.cache_seq), lambda answers: reply()
+            ReplicaAway(name) if ready is None else ReplicaUp(name, ready, message.cache_seq, message.sums),
+            lambda answers: reply(),
         )
 
     def replica_news(self, message: ReplicaNews, reply: Callable[[], None]) -> None:
@@ -174,6 +177,8 @@ class RouterComponent(Component):
                     self._call(name, "unknown", Keys(keys), answers, self._take_unknown)
                 case AskCache(name):
                     self._ask_cache(name)
+                case AskIngress(_, parts):
+                    answers.asked.update(parts)
                 case ReportLost(_, keys):
                     self.world.tell("router", "no replica runs %s", keys)
                     answers.lost += keys
@@ -428,7 +433,8 @@ class SchedulerComponent(Component):
         self._tells_state, self._news = True, False
         refusals, self._late_refusals = self._late_refusals, []
         broken = tuple(self._broken)
-        state = ReplicaState(self.replica, self._ready, tuple(refusals), broken, self._resting, self._told_seq)
+        to_router = (broken, self._resting, self._told_seq, self.machine.sums())
+        state = ReplicaState(self.replica, self._ready, tuple(refusals), *to_router)
 
         def told() -> None:
             self._tells_state = False

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from farsight.services.cli import app
+from tests.command_line import CliRunner
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -60,6 +64,20 @@ def test_code_to_copy_imports_each_module_once() -> None:
         for code in re.findall(r"^```python[^\n]*\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
             modules = re.findall(r"^from (\S+) import", code, re.MULTILINE)
             assert len(set(modules)) == len(modules), f"{page.name}: {modules}"
+
+
+TROUBLES = re.findall(
+    r"^```console\n\$ farsight ([^\n]+)\n(.*?)\n```",
+    (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"),
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def test_messages_of_troubleshooting_are_those_of_the_commands() -> None:
+    assert len(TROUBLES) >= 7
+    for line, message in TROUBLES:
+        done = CliRunner().invoke(app, shlex.split(line))
+        assert done.exit_code in (1, 2) and done.output == f"{message}\n", line
 
 
 ROWS = re.findall(

@@ -78,6 +78,7 @@ class OutputForm:
         shows_reasoning: Whether the client gets it.
         forced: Whether it is calls and nothing else: then the beginning of a call that was cut is no text.
         parallel: Whether it may hold several calls; if not, the first is sent alone.
+        custom: Names of tools that take one text, of which the model knows functions with the argument ``input``.
     """
 
     format: str
@@ -87,6 +88,7 @@ class OutputForm:
     shows_reasoning: bool = True
     forced: bool = False
     parallel: bool = True
+    custom: tuple[str, ...] = ()
 
 
 class SentCalls:

@@ -1,12 +1,12 @@
-"""The tables of families of models, as ``README.md`` and ``docs/architectures.md`` show them."""
+"""The tables of families of models, as ``docs/architectures.md`` shows them."""
 
 from __future__ import annotations
 
-from farsight.engine.checkpoint.architectures import ARCHITECTURES
+from farsight.engine.checkpoint.families import ARCHITECTURES
 from farsight.engine.checkpoint.families.encoder import ENCODERS
 from farsight.engine.checkpoint.families.gguf import GGUF_FAMILIES
 from farsight.engine.checkpoint.families.record import Evidence
-from farsight.engine.checkpoint.families.vision import VISION
+from farsight.engine.checkpoint.families.vision import TEXTS, VISION
 from farsight.engine.checkpoint.gguf_encoder import GGUF_ENCODERS
 
 
@@ -17,8 +17,8 @@ def families_table() -> str:
         found.setdefault(decoder.evidence.test, []).append(_row(name, decoder.evidence, compiled=True))
     for name, encoder in ENCODERS.items():
         found.setdefault(encoder.evidence.test, []).append(_row(name, encoder.evidence, compiled=False))
-    for name, vision in VISION.items():
-        found.setdefault(vision.evidence.test, []).append(_row(name, vision.evidence, compiled=True))
+    for name, holder in [*VISION.items(), *TEXTS.items()]:
+        found.setdefault(holder.evidence.test, []).append(_row(name, holder.evidence, compiled=True))
     return "\n\n".join(_table(test, rows) for test, rows in found.items())
 
 

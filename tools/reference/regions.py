@@ -13,6 +13,7 @@ from tools.reference.cli import cli_reference
 from tools.reference.configuration import configuration_reference
 from tools.reference.families import families_table
 from tools.reference.presets import parts_table, presets_table
+from tools.reference.site import vllm_flags_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -26,7 +27,7 @@ def _of_paper(paper: Paper) -> Mapping[str, Callable[[], str]]:
 REGIONS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "reference/configuration.md": {"configuration": configuration_reference},
     "reference/cli.md": {"commands": cli_reference},
-    "../README.md": {"families": families_table},
+    "migration.md": {"vllm": vllm_flags_table},
     "architectures.md": {"families": families_table},
     "policies/README.md": {"presets": presets_table, "parts": parts_table},
     "results.md": {"shares": shares_table, "gaps": gaps_table, "printed": printed_table},

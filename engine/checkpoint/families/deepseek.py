@@ -1,4 +1,4 @@
-"""DeepSeek's families: latent attention, and experts that are chosen group by group."""
+"""DeepSeek's families: latent attention, and experts that are chosen group by group. GLM's, which have such experts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 from farsight.engine.checkpoint.config_fields import Fields
 from farsight.engine.checkpoint.families.llama import COMMON
 from farsight.engine.checkpoint.families.record import (
+    NEW,
     ROPE_KINDS,
     Architecture,
+    Biases,
     Blocks,
     Evidence,
     Experts,
@@ -59,6 +61,30 @@ _V3 = _V2 | {
     "topk_method": "noaux_tc",
     "norm_topk_prob": True,
     "eos_token_id": 1,
+}
+
+
+_GLM4 = COMMON | {
+    "vocab_size": 151552,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "eos_token_id": None,
 }
 
 
@@ -157,6 +183,14 @@ def _v3_experts(config: Fields, num_layers: int) -> Experts:
     )
 
 
+def _glm_biases(config: Fields) -> Biases:
+    return Biases(qkv=config.flag("attention_bias"))
+
+
+def _glm_blocks(config: Fields) -> Blocks:
+    return Blocks(head_norm="each" if config.flag("use_qk_norm") else None)
+
+
 def _sparse(config: Fields, num_layers: int) -> tuple[bool, ...]:
     """All layers but some of the first have experts."""
     dense = config["first_k_dense_replace"]
@@ -189,5 +223,14 @@ DEEPSEEK: Mapping[str, Architecture] = {
         names=_names,
         experts=_v3_experts,
         latent=_latent,
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        _GLM4,
+        Evidence("GLM-4.5, 4.6 and 4.7 (mixtures of experts without latents)", date=NEW),
+        biases=_glm_biases,
+        blocks=_glm_blocks,
+        partial_rotary=True,
+        names=TensorNames(further_layers=True),
+        experts=_v3_experts,
     ),
 }

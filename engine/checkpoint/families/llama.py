@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from farsight.engine.checkpoint.config_fields import Fields
 from farsight.engine.checkpoint.families.record import (
+    NEW,
     ROPE_KINDS,
     Architecture,
     Biases,
     Blocks,
     Evidence,
+    QueryScale,
     TensorNames,
     Windows,
     same_window,
@@ -59,6 +62,54 @@ def _smollm_rotaries(config: Fields, head_dim: int, windows: Windows) -> tuple[R
     rotary = read_rotary(config, head_dim, ROPE_KINDS, partial=False)
     return tuple(rotary if turned else None for turned in _turned_layers(config, len(windows)))
 
+
+def rope_of(config: Fields, kind: str) -> Fields:
+    """Returns the configuration with the rotary fields of layers of this kind, where each kind has some of its own."""
+    nested = config["rope_parameters"]
+    if isinstance(nested, dict) and ("full_attention" in nested or "sliding_attention" in nested):
+        return config.having({"rope_parameters": nested.get(kind), "rope_scaling": None})
+    return config
+
+
+def _olmo3_windows(config: Fields, num_layers: int) -> Windows:
+    types = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(num_layers)]
+    return windows_by_type(config, num_layers, types, config.size("sliding_window"))
+
+
+def _olmo3_rotaries(config: Fields, head_dim: int, windows: Windows) -> tuple[RotaryConfig | None, ...]:
+    """Layers that slide are not scaled, unless a scaling is given for them."""
+    local = rope_of(config, "sliding_attention")
+    if local is config:
+        local = config.having({"rope_scaling": None})
+    full = read_rotary(rope_of(config, "full_attention"), head_dim, ROPE_KINDS, partial=False)
+    sliding = read_rotary(local, head_dim, ROPE_KINDS, partial=False)
+    return tuple(full if window is None else sliding for window in windows)
+
+
+def _ministral3(config: Fields) -> Mapping[str, Any]:
+    """Takes the scale of queries out of the rotary fields, whose object says it."""
+    rope = config["rope_parameters"]
+    if rope is None:
+        rope = _MINISTRAL3_YARN
+    if not isinstance(rope, dict):
+        raise config.error("rope_parameters", "an object")
+    inner = Fields(rope, {}, "rope_parameters.")
+    if not rope.get("llama_4_scaling_beta"):
+        return {"rope_parameters": rope}
+    scale = QueryScale(inner.positive("llama_4_scaling_beta"), inner.size("original_max_position_embeddings"))
+    kept = {name: value for name, value in rope.items() if name not in ("llama_4_scaling_beta", _CONTEXT)}
+    return {"rope_parameters": kept, "query_scale": scale}
+
+
+def _ministral3_blocks(config: Fields) -> Blocks:
+    return Blocks(query_scale=config["query_scale"])
+
+
+def _ernie_biases(config: Fields) -> Biases:
+    return Biases(*(config.flag("use_bias"),) * 3)
+
+
+_CONTEXT = "max_position_embeddings"
 
 COMMON = {
     "vocab_size": 32000,
@@ -127,6 +178,41 @@ _GRANITE = _LLAMA | {
     "attention_multiplier": 1.0,
 }
 _OLMO2 = _LLAMA | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "eos_token_id": 50279}
+_OLMO3 = _OLMO2 | {"rope_theta": 500000.0, "sliding_window": 4096}
+_MINISTRAL3 = COMMON | {
+    "vocab_size": 131072,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 34,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    _CONTEXT: 262144,
+    "rms_norm_eps": 1e-5,
+}
+_MINISTRAL3_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+ERNIE = COMMON | {
+    "vocab_size": 103424,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    _CONTEXT: 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "use_bias": False,
+    "tie_word_embeddings": True,
+}
 _GLM = COMMON | {
     "vocab_size": 151552,
     "intermediate_size": 13696,
@@ -214,6 +300,26 @@ LLAMA_LIKE: Mapping[str, Architecture] = {
         biases=optional_biases,
         fixed={"mlp_bias": False},
         blocks=Blocks(norm_before=False, norm_after=True, head_norm="all"),
+    ),
+    "Olmo3ForCausalLM": Architecture(
+        _OLMO3,
+        Evidence("OLMo 3", date=NEW),
+        biases=optional_biases,
+        fixed={"mlp_bias": False},
+        windows=_olmo3_windows,
+        rotaries=_olmo3_rotaries,
+        blocks=Blocks(norm_before=False, norm_after=True, head_norm="all"),
+    ),
+    "Ministral3ForCausalLM": Architecture(
+        _MINISTRAL3,
+        Evidence("Ministral 3 (text)", date=NEW),
+        derived=_ministral3,
+        windows=same_window,
+        fixed=_NO_BIAS | {"layer_types": None},
+        blocks=_ministral3_blocks,
+    ),
+    "Ernie4_5ForCausalLM": Architecture(
+        ERNIE, Evidence("ERNIE 4.5 0.3B", date=NEW), biases=_ernie_biases, names=TensorNames(interleaved=True)
     ),
     "GlmForCausalLM": Architecture(
         _GLM, Evidence("GLM-4-9B (converted)"), biases=_qkv_bias, partial_rotary=True, names=_GLM_NAMES

@@ -1,4 +1,4 @@
-"""Families with mixtures of experts: Mixtral, Qwen 2 and 3, OLMoE, Granite and gpt-oss."""
+"""Families with mixtures of experts: Mixtral, Qwen 2 and 3, OLMoE, Granite, gpt-oss and ERNIE."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from farsight.engine.checkpoint.config_fields import Fields
-from farsight.engine.checkpoint.families.llama import COMMON, granite_blocks, optional_biases
+from farsight.engine.checkpoint.families.llama import COMMON, ERNIE, granite_blocks, optional_biases
 from farsight.engine.checkpoint.families.record import (
+    NEW,
     Architecture,
     Biases,
     Blocks,
@@ -89,6 +90,25 @@ def _gpt_oss(config: Fields) -> Mapping[str, Any]:
 def _gpt_oss_experts(config: Fields, num_layers: int) -> Experts:
     count, active = chosen_experts(config, "num_local_experts", "num_experts_per_tok")
     return Experts(count, active, config.size("intermediate_size"), (True,) * num_layers, router_bias=True)
+
+
+def _ernie_experts(config: Fields, num_layers: int) -> Experts:
+    """Layers of a range, every so many, have experts."""
+    count, active = chosen_experts(config, "moe_num_experts", "moe_k")
+    bounds = config["moe_layer_start_index"], config["moe_layer_end_index"]
+    if not all(type(each) is int for each in bounds):
+        raise config.error("moe_layer_start_index", "an integer, as moe_layer_end_index")
+    first, last = bounds[0], num_layers - 1 if bounds[1] == -1 else bounds[1]
+    step, inner = config.size("moe_layer_interval"), config.size("moe_intermediate_size")
+    shared = config["moe_num_shared_experts"] or 0
+    return Experts(
+        count,
+        active,
+        inner,
+        tuple((i + 1) % step == 0 and first <= i <= last for i in range(num_layers)),
+        shared_inner=inner * shared if shared else 0,
+        correction=True,
+    )
 
 
 def _gpt_oss_windows(config: Fields, num_layers: int) -> Windows:
@@ -199,6 +219,20 @@ _GPT_OSS_YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+_ERNIE = {name: value for name, value in ERNIE.items() if name != "head_dim"} | {
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+}
 _QWEN2_NAMES = TensorNames(
     shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     shared_down="mlp.shared_expert.down_proj",
@@ -254,6 +288,18 @@ MIXTURES: Mapping[str, Architecture] = {
             router="block_sparse_moe.router.layer",
             expert_up=("block_sparse_moe.input_linear",),
             expert_down="block_sparse_moe.output_linear",
+        ),
+    ),
+    "Ernie4_5_MoeForCausalLM": Architecture(
+        _ERNIE,
+        Evidence("ERNIE 4.5 21B-A3B, 300B-A47B", date=NEW),
+        fixed={"use_bias": False},
+        experts=_ernie_experts,
+        names=TensorNames(
+            interleaved=True,
+            correction="mlp.moe_statics.e_score_correction_bias",
+            correction_rows=True,
+            elsewhere=("mtp.", "model.mtp_"),
         ),
     ),
     "GptOssForCausalLM": Architecture(

@@ -33,6 +33,7 @@ class Experts:
         groups, active_groups: Experts lie in so many groups of one size; a token takes experts of so many of them, of
             those whose ``group_best`` best scores have the largest sums.
         correction: Whether a learned number is added to each score, for the choice alone.
+        beside: Whether they compute beside a plain MLP, and each of the two has norms of its own (Gemma 4).
         router_bias: Whether the router adds a bias.
         shared_gate: Whether what they give is multiplied by a sigmoid of a linear function of the input.
     """
@@ -51,6 +52,7 @@ class Experts:
     active_groups: int = 1
     group_best: int = 1
     correction: bool = False
+    beside: bool = False
 
     @property
     def router_rows(self) -> int:
@@ -104,6 +106,106 @@ class Latent:
         return self.rank + self.turned
 
 
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """A gated convolution over the last tokens, in place of attention (LFM2).
+
+    Attributes:
+        length: Tokens that an output reads, its own included; the state of a sequence is one less.
+        channels: Values of a row that is convolved.
+        bias: Whether its linear layers and the convolution have a bias.
+    """
+
+    length: int
+    channels: int
+    bias: bool = False
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution."""
+        return self.channels
+
+    @property
+    def state_size(self) -> int:
+        """Values of a sequence's state."""
+        return (self.length - 1) * self.channels
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Outputs of the layer's first matrix: the gate of the inputs, that of the outputs, and the inputs."""
+        return (self.channels,) * 3
+
+    @property
+    def mixed(self) -> int:
+        """Inputs of the layer's last matrix."""
+        return self.channels
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """The gated delta rule in place of attention (arXiv:2412.06464): a matrix a head, which each token changes.
+
+    Attributes:
+        length: Tokens that the convolution before it reads, the own one included.
+        key_heads, value_heads: Heads; so many value heads in a row share a head of queries and keys.
+        key, value: Values of a key and of a value.
+    """
+
+    length: int
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.key_heads * self.key + self.mixed
+
+    @property
+    def state_size(self) -> int:
+        """Values of a sequence's state: rows of the convolution, then ``[value_heads, key, value]``."""
+        return (self.length - 1) * self.convolved + self.value_heads * self.key * self.value
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Outputs of the layer's first matrix: what is convolved, gates of the values, strengths, decays."""
+        return self.convolved, self.mixed, self.value_heads, self.value_heads
+
+    @property
+    def mixed(self) -> int:
+        """Inputs of the layer's last matrix."""
+        return self.value_heads * self.value
+
+
+Mixer = ShortConvolution | DeltaNet
+"""What a layer has in place of attention: a state of each sequence, in float32, that its tokens change in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The sizes of one layer, and where its keys and values are.
+
+    Attributes:
+        inner: Width of its MLP.
+        kv_of: Number of the earlier layer whose keys and values it reads; None: it has its own.
+        one_key: Whether keys and values are made by the same weights.
+        mixer: What it has in place of attention.
+    """
+
+    head_dim: int
+    kv_heads: int
+    inner: int
+    kv_of: int | None = None
+    one_key: bool = False
+    mixer: Mixer | None = None
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether the KV pool holds keys and values of this layer."""
+        return self.mixer is None and self.kv_of is None
+
+
 Windows = tuple[int | None, ...]
 """By layer: the number of tokens that a token attends to, itself included; None for all."""
 
@@ -145,6 +247,14 @@ class ClampedGate:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScale:
+    """The query at position ``p`` is multiplied with ``1 + beta * log(1 + floor(p / length))``, as in Ministral 3."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """How a layer, the embedding and the head are put together.
 
@@ -162,6 +272,11 @@ class Blocks:
         embedding_scale: Factor of the embeddings, rounded to the model's type.
         embedding_norm: Whether they go through a norm.
         residual_scale: Factor of what attention and MLP add.
+        value_norm: Whether each value has the RMS norm of 1, without a weight.
+        attention_gate: Whether what attention gives is multiplied by a sigmoid of more outputs of the queries' matrix.
+        query_scale: What queries are multiplied with by their position.
+        layer_inputs: Values that each layer gets of each token beside the residual stream (Gemma 4); 0: none.
+        layer_scale: Whether a layer multiplies the stream with a number of its own at its end.
         attention_scale: Factor of the products of queries and keys; None: one over the root of ``head_dim``.
         attention_cap: The scaled products ``s`` become ``cap * tanh(s / cap)``.
         alibi: Products also get a slope of their head times the key's position.
@@ -182,6 +297,11 @@ class Blocks:
     embedding_scale: float = 1.0
     embedding_norm: bool = False
     residual_scale: float = 1.0
+    value_norm: bool = False
+    attention_gate: bool = False
+    query_scale: QueryScale | None = None
+    layer_inputs: int = 0
+    layer_scale: bool = False
     attention_scale: float | None = None
     attention_cap: float | None = None
     alibi: bool = False
@@ -202,6 +322,7 @@ class TensorNames:
         qkv: One tensor each, or a single one.
         up: Gate and up, or a single one.
         router: Scores the experts of a layer that has them.
+        correction: What is added to their scores; ``correction_rows``: as a matrix of one row.
         expert_up, expert_down: As ``up`` and ``down``, for expert ``{}``; a name without a number holds all experts.
         sinks: The sinks of a layer's heads, where it has them.
         expert_ends: What follows the names of the experts' weights and biases.
@@ -216,6 +337,13 @@ class TensorNames:
         grouped: The rows of ``qkv`` are, for each KV head, its queries, its key and its value.
         interleaved: The values of a head that are turned together lie beside each other, and not half a head apart.
         q_up, kv_up: With latent attention: what makes queries of their latent, and keys and values of the other one.
+        mixer: Prefix of what a layer has in place of attention; ``mixer_in``, ``mixer_out``: its first matrix, in
+            parts, and its last one; ``mixer_conv``: its convolution; ``mixer_grouped``: the first lies by key head.
+        all_inputs: What gives every layer inputs of its own: embedding, projection of the others, and its norm.
+        inputs: What a layer makes of them: gate, projection, and norm.
+        layer_scale: The number that a layer multiplies the stream with.
+        beside: Of experts beside an MLP: scales of the router's input and of each expert; norms before the experts,
+            behind the MLP, and behind the experts.
         further_layers: Checkpoints have layers behind the last one, which guess further tokens; they are not read.
     """
 
@@ -237,6 +365,8 @@ class TensorNames:
     down: str = "mlp.down_proj"
     after_mlp: str = "post_feedforward_layernorm"
     router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    correction_rows: bool = False
     expert_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
     sinks: str = "self_attn.sinks"
@@ -255,6 +385,25 @@ class TensorNames:
     interleaved: bool = False
     q_up: str = "self_attn.q_b_proj"
     kv_up: str = "self_attn.kv_b_proj"
+    mixer: str = "linear_attn"
+    mixer_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    mixer_out: str = "out_proj"
+    mixer_conv: str = "conv1d"
+    mixer_grouped: bool = False
+    all_inputs: tuple[str, str, str] = (
+        "model.embed_tokens_per_layer",
+        "model.per_layer_model_projection",
+        "model.per_layer_projection_norm",
+    )
+    inputs: tuple[str, str, str] = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+    layer_scale: str = "layer_scalar"
+    beside: tuple[str, str, str, str, str] = (
+        "router.scale",
+        "router.per_expert_scale",
+        "pre_feedforward_layernorm_2",
+        "post_feedforward_layernorm_1",
+        "post_feedforward_layernorm_2",
+    )
     further_layers: bool = False
 
     @property
@@ -285,6 +434,9 @@ class Evidence:
     test: str = "families/test_families.py"
     date: str = "2026-11-23"
 
+
+NEW = "2026-11-29"
+"""When the families of 2026 were compared."""
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Every ``rope_type`` that is computed."""
@@ -322,6 +474,7 @@ class Architecture:
         rotaries: The rotary embedding by layer, where layers differ.
         experts: Its mixture of experts, by the configuration and the number of layers.
         latent: Its latent attention; ``derived`` then says what the KV pool sees of it.
+        shapes: The shape of each layer, where layers differ.
     """
 
     defaults: Mapping[str, Any]
@@ -338,8 +491,9 @@ class Architecture:
     rope_kinds: tuple[str, ...] = ROPE_KINDS
     partial_rotary: bool = False
     rotaries: Rotaries | None = None
-    experts: Callable[[Fields, int], Experts] | None = None
+    experts: Callable[[Fields, int], Experts | None] | None = None
     latent: Callable[[Fields], Latent] | None = None
+    shapes: Callable[[Fields, int], tuple[LayerShape, ...]] | None = None
 
 
 def of_config(value: T | Callable[[Fields], T], config: Fields) -> T:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from farsight.engine.checkpoint.config_fields import Fields, UnsupportedModelError
-from farsight.engine.checkpoint.families.record import Evidence
+from farsight.engine.checkpoint.families.record import NEW, Evidence
 
 Tower = Literal["clip", "qwen2_vl", "qwen2_5_vl", "qwen_vl"]
 """What turns pixels into rows."""
@@ -21,19 +21,14 @@ Shape = Literal["square", "anyres", "dynamic", "stretched"]
 of it is stretched to, of a fixed number of tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class VisionFamily:
-    """One family.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextFamily:
+    """A family of which the text is computed, whatever else its checkpoints hold.
 
     Attributes:
         text: The text model's name in ``ARCHITECTURES``, by the ``model_type`` of its configuration.
         default_type: The ``model_type`` where the configuration names none.
         text_at: Where the text model's fields stand; where there is no such object, beside ``vision_config``.
-        placeholder: The token that stands for an image, as text.
-        placeholder_fields: Where its id stands, by precedence; ``a.b`` is a field of an object.
-        placeholder_behind: By how much its id is more than what stands there.
-        default_id: Its id where no field says it.
-        around: Text before and behind an image's tokens in a prompt that no chat template wrote.
         renamed: Beginnings of names of the text model's tensors, and what ``TensorNames`` says instead.
         towers: Beginnings of names of the other tensors.
         text_defaults: Defaults of the text model's fields that are not those of the family that computes it.
@@ -43,6 +38,25 @@ class VisionFamily:
     evidence: Evidence
     text: Mapping[str, str]
     default_type: str
+    text_at: str = "text_config"
+    renamed: tuple[tuple[str, str], ...] = ()
+    towers: tuple[str, ...] = ()
+    text_defaults: Mapping[str, Any] = field(default_factory=dict)
+    axes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionFamily(TextFamily):
+    """A family whose pictures are computed too.
+
+    Attributes:
+        placeholder: The token that stands for an image, as text.
+        placeholder_fields: Where its id stands, by precedence; ``a.b`` is a field of an object.
+        placeholder_behind: By how much its id is more than what stands there.
+        default_id: Its id where no field says it.
+        around: Text before and behind an image's tokens in a prompt that no chat template wrote.
+    """
+
     tower: Tower
     shape: Shape
     placeholder: str
@@ -50,11 +64,6 @@ class VisionFamily:
     default_id: int
     placeholder_behind: int = 0
     around: tuple[str, str] = ("", "")
-    text_at: str = "text_config"
-    renamed: tuple[tuple[str, str], ...] = ()
-    towers: tuple[str, ...] = ()
-    text_defaults: Mapping[str, Any] = field(default_factory=dict)
-    axes: bool = False
 
 
 _LLAVA_TEXTS = {
@@ -95,9 +104,9 @@ QWEN_VL = "QwenVLForConditionalGeneration"
 
 VISION: Mapping[str, VisionFamily] = {
     "LlavaForConditionalGeneration": VisionFamily(
-        Evidence("LLaVA 1.5, with images", test="vision/test_tokens.py"),
-        _LLAVA_TEXTS,
-        "llama",
+        evidence=Evidence("LLaVA 1.5, with images", test="vision/test_tokens.py"),
+        text=_LLAVA_TEXTS,
+        default_type="llama",
         tower="clip",
         shape="square",
         placeholder="<image>",
@@ -107,9 +116,9 @@ VISION: Mapping[str, VisionFamily] = {
         towers=_LLAVA_TOWERS,
     ),
     "LlavaNextForConditionalGeneration": VisionFamily(
-        Evidence("LLaVA-NeXT, with images", test="vision/test_tokens.py"),
-        _LLAVA_TEXTS,
-        "llama",
+        evidence=Evidence("LLaVA-NeXT, with images", test="vision/test_tokens.py"),
+        text=_LLAVA_TEXTS,
+        default_type="llama",
         tower="clip",
         shape="anyres",
         placeholder="<image>",
@@ -119,9 +128,9 @@ VISION: Mapping[str, VisionFamily] = {
         towers=_LLAVA_TOWERS,
     ),
     "Qwen2VLForConditionalGeneration": VisionFamily(
-        Evidence("Qwen2-VL, with images", test="vision/test_tokens.py"),
-        {"qwen2_vl": "Qwen2ForCausalLM", "qwen2_vl_text": "Qwen2ForCausalLM"},
-        "qwen2_vl_text",
+        evidence=Evidence("Qwen2-VL, with images", test="vision/test_tokens.py"),
+        text={"qwen2_vl": "Qwen2ForCausalLM", "qwen2_vl_text": "Qwen2ForCausalLM"},
+        default_type="qwen2_vl_text",
         tower="qwen2_vl",
         shape="dynamic",
         placeholder="<|image_pad|>",
@@ -134,9 +143,9 @@ VISION: Mapping[str, VisionFamily] = {
         axes=True,
     ),
     "Qwen2_5_VLForConditionalGeneration": VisionFamily(
-        Evidence("Qwen2.5-VL, with images", test="vision/test_tokens.py"),
-        {"qwen2_5_vl": "Qwen2ForCausalLM", "qwen2_5_vl_text": "Qwen2ForCausalLM"},
-        "qwen2_5_vl_text",
+        evidence=Evidence("Qwen2.5-VL, with images", test="vision/test_tokens.py"),
+        text={"qwen2_5_vl": "Qwen2ForCausalLM", "qwen2_5_vl_text": "Qwen2ForCausalLM"},
+        default_type="qwen2_5_vl_text",
         tower="qwen2_5_vl",
         shape="dynamic",
         placeholder="<|image_pad|>",
@@ -149,11 +158,11 @@ VISION: Mapping[str, VisionFamily] = {
         axes=True,
     ),
     QWEN_VL: VisionFamily(
-        Evidence(
+        evidence=Evidence(
             "Qwen-VL, with images", "a description", verified=False, test="vision/test_tokens.py", date="2026-11-27"
         ),
-        {"qwen": _QWEN_1},
-        "qwen",
+        text={"qwen": _QWEN_1},
+        default_type="qwen",
         tower="qwen_vl",
         shape="stretched",
         placeholder="<imgpad>",
@@ -165,6 +174,49 @@ VISION: Mapping[str, VisionFamily] = {
     ),
 }
 """Families by their name in ``config.json``, but for Qwen-VL (``seeing_name``)."""
+
+
+_HELD = "families/test_held.py"
+_GEMMA4_TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
+
+TEXTS: Mapping[str, TextFamily] = {
+    "Gemma4ForConditionalGeneration": TextFamily(
+        evidence=Evidence("Gemma 4 as published, as text", test=_HELD, date=NEW),
+        text={"gemma4_text": "Gemma4ForCausalLM"},
+        default_type="gemma4_text",
+        renamed=_QWEN_NAMES,
+        towers=_GEMMA4_TOWERS,
+    ),
+    "Gemma4UnifiedForConditionalGeneration": TextFamily(
+        evidence=Evidence("Gemma 4 12B as published, as text", test=_HELD, date=NEW),
+        text={"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
+        default_type="gemma4_unified_text",
+        renamed=_QWEN_NAMES,
+        towers=(*_GEMMA4_TOWERS, "model.vision_embedder."),
+    ),
+    "Mistral3ForConditionalGeneration": TextFamily(
+        evidence=Evidence("Ministral 3 and Mistral Small 3.1 as published, as text", test=_HELD, date=NEW),
+        text={"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
+        default_type="mistral",
+        renamed=_LLAVA_NAMES,
+        towers=_LLAVA_TOWERS,
+    ),
+    "Qwen3_5ForConditionalGeneration": TextFamily(
+        evidence=Evidence("Qwen 3.5 and 3.6 as published, as text", test=_HELD, date=NEW),
+        text={"qwen3_5_text": "Qwen3_5ForCausalLM"},
+        default_type="qwen3_5_text",
+        renamed=_QWEN_NAMES,
+        towers=("model.visual.", "mtp."),
+    ),
+    "Qwen3_5MoeForConditionalGeneration": TextFamily(
+        evidence=Evidence("Qwen 3.5 and 3.6 mixtures as published, as text", test=_HELD, date=NEW),
+        text={"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+        default_type="qwen3_5_moe_text",
+        renamed=_QWEN_NAMES,
+        towers=("model.visual.", "mtp."),
+    ),
+}
+"""Families of which the text alone is computed: a prompt with an image is refused."""
 
 
 def seeing_name(raw: Mapping[str, Any]) -> str | None:
@@ -208,12 +260,12 @@ def text_part(raw: dict[str, Any], name: str) -> NestedText:
 
     Args:
         raw: The whole object.
-        name: The family's name in ``VISION``.
+        name: The family's name in ``VISION`` or ``TEXTS``.
 
     Raises:
         UnsupportedModelError: A text model that the family is not computed with, or fields of another form.
     """
-    family = VISION[name]
+    family = VISION[name] if name in VISION else TEXTS[name]
     nested = raw.get(family.text_at)
     if nested is not None and not isinstance(nested, dict):
         raise UnsupportedModelError(family.text_at, nested, "an object")

@@ -6,6 +6,7 @@ And log probabilities, in the two shapes of OpenAI's API: completions and chats.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,9 @@ class ChoiceParts:
         self._form = form
         self._answer = f"{response_id}/{choice}"
         self._parser = parser_of(form)
-        self._calls = SentCalls(parallel=form.parallel, as_written=stream)
+        # The text that a custom tool takes is known once its call is whole.
+        self._calls = SentCalls(parallel=form.parallel, as_written=stream and not form.custom)
+        self._custom: set[int] = set()
 
     @property
     def num_calls(self) -> int:
@@ -49,7 +52,19 @@ class ChoiceParts:
         parts = self._parser.feed(text)
         if ended:
             parts = [*parts, *self._parser.end()]
-        return _merged(self._calls.read(parts))
+        return [self._of_custom(part) for part in _merged(self._calls.read(parts))]
+
+    def _of_custom(self, part: SentPart) -> SentPart:
+        """Puts the text that a custom tool takes in the place of its arguments."""
+        if isinstance(part, CallStart) and part.name in self._form.custom:
+            self._custom.add(part.index)
+        if isinstance(part, CallArguments) and part.index in self._custom:
+            return CallArguments(part.index, _input_of(part.text))
+        return part
+
+    def is_custom(self, index: int) -> bool:
+        """Tells whether a call is one of a tool that takes a text."""
+        return index in self._custom
 
     def deltas(self, text: str, *, ended: bool) -> list[dict[str, Any]]:
         """Returns what ``read`` does, as the deltas of a chat's stream."""
@@ -62,11 +77,12 @@ class ChoiceParts:
             case ReasoningPart():
                 return {"reasoning_content": part.text}
             case CallStart():
-                function = {"name": part.name, "arguments": ""}
-                call = {"index": part.index, "id": self.id_of(part), "type": "function", "function": function}
+                kind, field = ("custom", "input") if self.is_custom(part.index) else ("function", "arguments")
+                call = {"index": part.index, "id": self.id_of(part), "type": kind, kind: {"name": part.name, field: ""}}
                 return {"tool_calls": [call]}
             case CallArguments():
-                return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+                kind, field = ("custom", "input") if self.is_custom(part.index) else ("function", "arguments")
+                return {"tool_calls": [{"index": part.index, kind: {field: part.text}}]}
 
     def id_of(self, start: CallStart) -> str:
         """Returns the id of a call; the same at every replica that writes the answer."""
@@ -76,6 +92,16 @@ class ChoiceParts:
     def finish_reason(self, reason: str | None) -> str | None:
         """Returns the reason that the client is told: an output that has ended with calls wants their results."""
         return "tool_calls" if reason == "stop" and self.num_calls else reason
+
+
+def _input_of(arguments: str) -> str:
+    """Returns the one argument of a custom tool; what a model has written in another form is told as it is."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def _merged(parts: list[SentPart]) -> list[SentPart]:

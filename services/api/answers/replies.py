@@ -29,6 +29,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 class ModelCard(BaseModel):
     """``emulated`` names the profile of an emulated device, whose answers are made up; null if the model computes.
 
+    ``preset`` names the policies that serve it, and ``input_modalities`` says what it reads: ``text``, ``image``.
     ``root`` is the path of the model and its tokenizer on the server's machine; null for a key without the role
     ``observe`` or ``admin``.
     """
@@ -39,6 +40,8 @@ class ModelCard(BaseModel):
     owned_by: str = "farsight"
     max_model_len: int
     emulated: str | None = None
+    preset: str | None = None
+    input_modalities: list[str] = ["text"]
     root: str | None = None
 
 
@@ -125,6 +128,19 @@ class CallMade(BaseModel):
     function: FunctionMade
 
 
+class CustomMade(BaseModel):
+    name: str
+    input: str
+
+
+class CustomCallMade(BaseModel):
+    """A call of a custom tool."""
+
+    id: str
+    type: Literal["custom"] = "custom"
+    custom: CustomMade
+
+
 class ChatAnswer(BaseModel):
     """``content`` is null beside calls without text; ``tool_calls`` and ``reasoning_content`` are there if they hold
     something."""
@@ -133,7 +149,7 @@ class ChatAnswer(BaseModel):
     content: str | None
     refusal: None = None
     reasoning_content: str | None = None
-    tool_calls: list[CallMade] | None = None
+    tool_calls: list[CallMade | CustomCallMade] | None = None
 
     @model_serializer(mode="wrap")
     def _shown(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -248,6 +264,7 @@ class Status(BaseModel):
         emulated: As in ``ModelCard``.
         queue_delay_s: As in ``StatusReply``.
         no_forecasts: Which presets make forecasts of each request, where the served one makes none; else null.
+        preset: The policies that serve the model; null where it is not known.
     """
 
     actors: list[ActorStatus]
@@ -257,6 +274,7 @@ class Status(BaseModel):
     emulated: str | None = None
     queue_delay_s: float | None = None
     no_forecasts: str | None = None
+    preset: str | None = None
     processes: tuple[ProcessUse, ...] = ()
 
 
@@ -267,6 +285,8 @@ def model_card(model: ModelInfo, name: str, *, tells_root: bool) -> ModelCard:
         created=model.created,
         max_model_len=model.max_model_len,
         emulated=model.emulated or None,
+        preset=model.preset or None,
+        input_modalities=["text"] if model.image_input is None else ["text", "image"],
         root=(model.root or None) if tells_root else None,
     )
 
@@ -284,6 +304,7 @@ def status_reply(reply: StatusReply, model: ModelInfo) -> Status:
         emulated=model.emulated or None,
         queue_delay_s=reply.queue_delay_s,
         no_forecasts=model.no_forecasts or None,
+        preset=model.preset or None,
         processes=reply.processes,
     )
 
@@ -391,7 +412,7 @@ def _chat_answer(generation: Generation, text: str, choice: int) -> ChatAnswer:
     if generation.form is None:
         return ChatAnswer(content=content + text)
     reasoning = ""
-    calls: list[CallMade] = []
+    calls: list[CallMade | CustomCallMade] = []
     parts = ChoiceParts(generation.form, generation.response_id, choice, stream=False)
     for part in parts.read(text, ended=True):
         match part:
@@ -400,9 +421,17 @@ def _chat_answer(generation: Generation, text: str, choice: int) -> ChatAnswer:
             case ReasoningPart():
                 reasoning += part.text
             case CallStart():
-                calls.append(CallMade(id=parts.id_of(part), function=FunctionMade(name=part.name, arguments="")))
+                name = part.name
+                if parts.is_custom(part.index):
+                    calls.append(CustomCallMade(id=parts.id_of(part), custom=CustomMade(name=name, input="")))
+                else:
+                    calls.append(CallMade(id=parts.id_of(part), function=FunctionMade(name=name, arguments="")))
             case CallArguments():
-                calls[part.index].function.arguments += part.text
+                match calls[part.index]:
+                    case CallMade() as call:
+                        call.function.arguments += part.text
+                    case CustomCallMade() as custom:
+                        custom.custom.input += part.text
     told = None if calls and not content else content
     return ChatAnswer(content=told, reasoning_content=reasoning or None, tool_calls=calls or None)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from farsight.core.kept import KeptObject, ObjectName, ObjectQuery, PutObject
 from farsight.services.api.batches.files import BATCH, LINES, RUN, Files, not_found
+from farsight.services.api.batches.responses import StoredResponses
 from farsight.services.api.errors import ApiError
 
 WINDOW_S = 24 * 3600.0
@@ -87,11 +88,16 @@ def pack(record: BatchRecord) -> bytes:
 
 
 class Batches:
-    """The batches of all clients. A batch of another owner is one that does not exist."""
+    """The batches of all clients. A batch of another owner is one that does not exist.
+
+    Attributes:
+        files, responses: What else is kept for clients.
+    """
 
     def __init__(self, files: Files) -> None:
         self.files = files
         self.store = files.store
+        self.responses = StoredResponses(files)
 
     async def create(
         self, owner: str, endpoint: str, input_file_id: str, metadata: Metadata | None, output_age_s: float | None

@@ -12,8 +12,9 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from starlette.types import ASGIApp
 
@@ -32,6 +33,7 @@ from farsight.services.api.access.keys import CURRENT, Caller
 from farsight.services.api.batches.files import LINES, PART_BYTES, RUN, FileRecord
 from farsight.services.api.batches.lines import BatchLine, LineChecker, LineResult, raw_lines, unsent
 from farsight.services.api.batches.records import BATCH_TIER, WINDOW_S, BatchError, Batches, BatchRecord, StoredBatch
+from farsight.services.api.batches.responses import RESPONSE_RUN
 from farsight.services.api.batches.sender import ForecastLines, RetryPolicy, run_lines
 from farsight.services.api.errors import ApiError
 
@@ -48,6 +50,9 @@ reading them delays no stream."""
 SWEEP_S = 60.0
 MAX_AT_ONCE = 4
 """Batches that a replica runs at once; they share its places."""
+
+MAX_RESPONSES = 16
+"""Responses of the background that a replica computes at once."""
 
 MAX_ERRORS = 20
 """Wrong lines that are told of an input."""
@@ -110,7 +115,7 @@ class BatchRunner:
         self._retry = retry or RetryPolicy()
         self._look_s = look_s
         self._room = asyncio.Semaphore(batches.files.settings.batch_in_flight)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._swept_at = -SWEEP_S
 
     @property
@@ -137,18 +142,25 @@ class BatchRunner:
             self._swept_at = time.monotonic()
             await self._store.drop_expired(DropExpired(self._now))
         self._tasks = {name: task for name, task in self._tasks.items() if not task.done()}
-        if len(self._tasks) >= MAX_AT_ONCE:
-            return
-        for run in (await self._store.list_objects(ObjectQuery(RUN, "", 1000))).objects:
-            if run.object_id in self._tasks or len(self._tasks) >= MAX_AT_ONCE:
-                continue
-            held = _Lease(self._batches, run, self._name)
-            if await held.take():
-                self._tasks[run.object_id] = asyncio.create_task(self._run_held(held))
+        for kind, most, run in ((RUN, MAX_AT_ONCE, self._run_batch), (RESPONSE_RUN, MAX_RESPONSES, self._run_response)):
+            await self._take(kind, most, run)
 
-    async def _run_held(self, held: _Lease) -> None:
-        """Runs a batch as long as this replica has it."""
-        work = asyncio.create_task(self._run_batch(held))
+    async def _take(self, kind: str, most: int, run: Callable[[_Lease], Coroutine[Any, Any, None]]) -> None:
+        """Takes what is to be run of one kind, as far as there are places."""
+        num_free = most - sum(name[0] == kind for name in self._tasks)
+        if num_free <= 0:
+            return
+        for found in (await self._store.list_objects(ObjectQuery(kind, "", 1000))).objects:
+            if num_free <= 0 or (kind, found.object_id) in self._tasks:
+                continue
+            held = _Lease(self._batches, found, self._name)
+            if await held.take():
+                num_free -= 1
+                self._tasks[kind, found.object_id] = asyncio.create_task(self._run_held(held, run(held)))
+
+    async def _run_held(self, held: _Lease, run: Coroutine[Any, Any, None]) -> None:
+        """Runs a batch, or a response, as long as this replica has it."""
+        work = asyncio.create_task(run)
         try:
             while not work.done():
                 await asyncio.wait((work,), timeout=self._look_s)
@@ -177,9 +189,24 @@ class BatchRunner:
         await self._store.drop_object(ObjectName(LINES, held.batch_id))
         await held.drop()
 
+    async def _run_response(self, held: _Lease) -> None:
+        found = await self._batches.responses.look(held.batch_id)
+        if found is None:
+            if held.age_s > SWEEP_S:  # else it is being written
+                await held.drop()
+            return
+        caller = self._place.caller_of(found[0]) if self._uses_keys else None
+        if self._uses_keys and caller is None:
+            error = {"code": "server_error", "message": f"no API key belongs to the tenant {found[0]!r}"}
+            await self._batches.responses.change(held.batch_id, lambda stored: stored.cut("failed", error))
+        else:
+            CURRENT.set(caller)
+            await self._batches.responses.compute(held.batch_id, self._place.app, self._retry, self._look_s)
+        await held.drop()
+
 
 class _Lease:
-    """That a batch is run by one ingress replica, for a while."""
+    """That a batch, or a response of the background, is run by one ingress replica, for a while."""
 
     def __init__(self, batches: Batches, run: KeptObject, name: str) -> None:
         self.batch_id = run.object_id
@@ -210,7 +237,7 @@ class _Lease:
 
     async def _write(self) -> bool:
         until = self._batches.files.now() + LEASE_S
-        record = json.dumps({"holder": self._name, "until": until}).encode()
+        record = json.dumps({**json.loads(self._run.record), "holder": self._name, "until": until}).encode()
         changed = replace(self._run, revision=self._run.revision + 1, record=record)
         if not (await self._batches.store.put_object(PutObject(changed))).stored:
             return False
@@ -218,7 +245,7 @@ class _Lease:
         return True
 
     async def drop(self) -> None:
-        await self._batches.store.drop_object(ObjectName(RUN, self.batch_id))
+        await self._batches.store.drop_object(ObjectName(self._run.kind, self.batch_id))
 
 
 class _FreePlaces:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from farsight.core.errors import InvalidValueError
 from farsight.core.images import ImageFile
-from farsight.services.api.field_groups import MAX_TOOLS, Name
+from farsight.services.api.field_groups import MAX_TOOLS, Name, of_type
 from farsight.services.api.fields import MAX_TOP_LOGPROBS, NO_EFFECT, NeutralOnly, StrictModel, is_empty, needed, shown
 from farsight.services.api.pictures.content import MixedContent, NoPicture, content_of, picture_of
 from farsight.services.api.schemas import ChatCompletionRequest
@@ -51,6 +51,7 @@ class InputItem(StrictModel):
     call_id: str | None = Field(None, max_length=256)
     name: str | None = Field(None, max_length=256)
     arguments: str | None = None
+    input: str | None = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
 
@@ -69,9 +70,47 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
 
-class NamedFunctionTool(StrictModel):
-    type: Literal["function"]
+class CustomInputFormat(StrictModel):
+    type: Literal["text", "grammar"]
+    definition: str | None = None
+    syntax: str | None = None
+
+
+class CustomToolParam(StrictModel):
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = FunctionTool.neutral
+
+    type: Literal["custom"]
     name: Name
+    description: str | None = None
+    format: CustomInputFormat | None = None
+
+
+AnyToolParam = Annotated[
+    Annotated[FunctionTool, Tag("FunctionTool")] | Annotated[CustomToolParam, Tag("CustomToolParam")],
+    of_type({"custom": "CustomToolParam"}, "FunctionTool"),
+]
+
+
+class NamedToolParam(StrictModel):
+    type: Literal["function", "custom"]
+    name: Name
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": self.type, self.type: {"name": self.name}}
+
+
+class AllowedToolsParam(StrictModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolParam] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+ToolChoiceParam = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")]
+    | Annotated[NamedToolParam, Tag("NamedToolParam")]
+    | Annotated[AllowedToolsParam, Tag("AllowedToolsParam")],
+    of_type({"function": "NamedToolParam", "custom": "NamedToolParam", "allowed_tools": "AllowedToolsParam"}, "str"),
+]
 
 
 class TextFormat(StrictModel):
@@ -110,7 +149,6 @@ class ResponsesRequest(StrictModel):
         "max_tool_calls": NO_EFFECT,
         "service_tier": NeutralOnly(("auto", "default"), "there is one tier"),
         "conversation": NeutralOnly((), "conversations are not stored, send them as items of input"),
-        "background": NeutralOnly((False,), "an answer is sent when it is complete, or as a stream"),
         "prompt": NeutralOnly((), "prompts are not stored, send the text as input"),
         "truncation": NeutralOnly(("disabled",), "a conversation that is too long is refused"),
         "moderation": NeutralOnly((), "nothing is moderated"),
@@ -119,8 +157,8 @@ class ResponsesRequest(StrictModel):
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
     instructions: str | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tools: list[AnyToolParam] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoiceParam | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -129,7 +167,10 @@ class ResponsesRequest(StrictModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream: bool | None = None
-    store: bool | None = Field(None, description="Keep the response, so that others can go on with it; false if null.")
+    store: bool | None = Field(
+        None, description="Keep the response, so that others can go on with it; if null, as the server is set up."
+    )
+    background: bool | None = Field(None, description="Answer at once, and compute the response; store must be true.")
     previous_response_id: str | None = Field(
         None, min_length=1, max_length=256, description="A stored response that the input goes on with."
     )
@@ -171,17 +212,27 @@ class ResponsesRequest(StrictModel):
         return ChatCompletionRequest.model_validate(fields)
 
     def _tool_fields(self) -> dict[str, Any]:
-        if not self.tools:
-            return {} if isinstance(self.tool_choice, NamedFunctionTool) else {"tool_choice": self.tool_choice}
-        functions = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in self.tools]
         choice: Any = self.tool_choice
-        if isinstance(choice, NamedFunctionTool):
-            choice = {"type": "function", "function": {"name": choice.name}}
+        if not self.tools:
+            return {"tool_choice": choice} if isinstance(choice, str) else {}
+        if isinstance(choice, NamedToolParam):
+            choice = choice.for_chat()
+        elif isinstance(choice, AllowedToolsParam):
+            named = {"mode": choice.mode, "tools": [each.for_chat() for each in choice.tools]}
+            choice = {"type": choice.type, choice.type: named}
         return {
-            "tools": [{"type": "function", "function": function} for function in functions],
+            "tools": [_tool_of_chat(tool) for tool in self.tools],
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
+
+
+def _tool_of_chat(tool: FunctionTool | CustomToolParam) -> dict[str, Any]:
+    fields = tool.model_dump(exclude_none=True, exclude={"type"})
+    if isinstance(tool, CustomToolParam) and tool.format is not None and tool.format.type == "grammar":
+        grammar = tool.format.model_dump(exclude_none=True, exclude={"type"})
+        fields["format"] = {"type": "grammar", "grammar": grammar}
+    return {"type": tool.type, tool.type: fields}
 
 
 def _response_format(given: TextFormat) -> dict[str, Any]:
@@ -212,7 +263,11 @@ def chat_messages(items: list[InputItem]) -> list[dict[str, Any]]:
                 }
                 call = {"id": needed(item.call_id, place, "call_id"), "type": "function", "function": function}
                 _assistant(messages, "assistant", open_only=True).setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case "custom_tool_call":
+                custom = {"name": needed(item.name, place, "name"), "input": needed(item.input, place, "input")}
+                call = {"id": needed(item.call_id, place, "call_id"), "type": "custom", "custom": custom}
+                _assistant(messages, "assistant", open_only=True).setdefault("tool_calls", []).append(call)
+            case "function_call_output" | "custom_tool_call_output":
                 called = needed(item.call_id, place, "call_id")
                 content = _content(item.output, f"{place}.output")
                 messages.append({"role": "tool", "tool_call_id": called, "content": content})
@@ -224,7 +279,7 @@ def chat_messages(items: list[InputItem]) -> list[dict[str, Any]]:
                         raise InvalidValueError(place, "a picture", "text alone in reasoning")
                     messages.append({"role": "assistant", "reasoning_content": thought})
             case _:
-                expected = "'message', 'function_call', 'function_call_output' or 'reasoning'"
+                expected = "'message', 'function_call', 'custom_tool_call', their '..._output', or 'reasoning'"
                 raise InvalidValueError(f"{place}.type", item.type, expected)
     return messages
 

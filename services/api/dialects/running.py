@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 
+from farsight.core.messages.tokens import TokenDelta
 from farsight.services.api.access.keys import CURRENT, own_salt, owner_of, salt_of, sent_key
 from farsight.services.api.answers.replies import UsageFields, usage_of
 from farsight.services.api.answers.served import ANSWER, AnswerPromise, served, traced
@@ -61,11 +62,17 @@ class Running:
         return await generation_of(body, self.backend.model, self.encoder)
 
     async def begin(
-        self, generation: Generation, request: Request, id_prefix: str = "", continues: str = ""
+        self,
+        generation: Generation,
+        request: Request,
+        id_prefix: str = "",
+        response_id: str = "",
+        continues: str = "",
     ) -> Generation:
-        """The generation as it will run: with its images, and under a new id of its answer, which has a promise now.
+        """The generation as it will run: with its images, and under the id of its answer, which has a promise now.
 
         Args:
+            response_id: The id, where it is known already; empty for a new one.
             continues: As in ``Request``.
 
         Raises:
@@ -88,7 +95,7 @@ class Running:
             dataclasses.replace(each, session=session or each.session, **told) for each in generation.prompts
         )
         generation = dataclasses.replace(generation, id_prefix=id_prefix, texts=texts, prompts=prompts)
-        named = generation.named(owner_of(key), salted, rate)
+        named = generation.named(owner_of(key), salted, rate, response_id)
         served(named.response_id)
         ANSWER.set(AnswerPromise(len(named.requests)))
         return traced(_served_as(named))
@@ -99,18 +106,23 @@ class Running:
         generation: Generation,
         writer: AnswerWriter,
         keep: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
+        *,
+        saw: Callable[[TokenDelta], None] | None = None,
+        stream: type[EventStream] = EventStream,
     ) -> Response:
         """The answer, as a stream or as a whole.
 
         Args:
             keep: Stores a whole answer before it is sent.
+            saw: Called with each delta of a whole answer when it comes.
+            stream: How a stream is sent.
 
         Raises:
             ClientGone: The client has disconnected.
         """
         if generation.stream:
-            return EventStream(chunks(self.backend, generation, writer), failure=writer.failure)
-        results = await while_connected(request.receive, collect(self.backend, generation))
+            return stream(chunks(self.backend, generation, writer), failure=writer.failure)
+        results = await while_connected(request.receive, collect(self.backend, generation, saw))
         headers = MutableHeaders()
         promise = ANSWER.get()
         if promise is not None:

@@ -1,4 +1,4 @@
-"""The pages: of operators, the playground, the one that links the others, and the list of routes.
+"""The pages: the chat, those of operators, and the list of routes.
 
 Each is one answer without outside resources, with a content security policy that allows the scripts and styles inside
 it, and no others. Those that show the service poll it.
@@ -10,13 +10,13 @@ import base64
 import hashlib
 import html
 import re
-from collections.abc import Collection
 from functools import cache, lru_cache
 from importlib import resources
 
 from fastapi import APIRouter, FastAPI
 from starlette.responses import HTMLResponse, Response
 
+from farsight.policies.presets import PRESETS
 from farsight.services.api.access.roles import ROLES
 
 _BLOCK = {kind: re.compile(f"<{kind}>(.*?)</{kind}>", re.DOTALL) for kind in ("script", "style")}
@@ -54,15 +54,17 @@ def _hashed(text: str) -> str:
 
 
 PAGES = {
+    "/": "chat",
+    "/play": "chat",
     "/dashboard": "dashboard",
     "/dashboard/requests": "requests",
+    "/dashboard/requests/{response_id}": "request",
     "/dashboard/scheduler": "scheduler",
     "/dashboard/placement": "placement",
     "/dashboard/services": "services",
     "/dashboard/forecasts": "forecasts",
-    "/play": "play",
 }
-"""Each address and its page."""
+"""Each address and its page; a page whose address holds an id reads the id from the browser's address."""
 
 _SHARED = re.compile(r"^ *(?:/\* ([a-z/]+\.css) \*/|<!-- ([a-z/]+\.html) -->|// ([a-z/]+\.js))$", re.MULTILINE)
 """A line that stands for a shared file of that name."""
@@ -75,57 +77,36 @@ def operator_page(name: str) -> str:
     Raises:
         FileNotFoundError: The installation is incomplete.
     """
-    return _whole(f"{name}.html")
+    options = "".join(f'<option value="{name}">{name}</option>' for name in map(html.escape, PRESETS))
+    return _whole(f"{name}.html").replace("<!-- presets -->", options)
 
 
-def page_routes() -> APIRouter:
-    """Returns one route for each page. The pages hold no data; what they show, they ask for with a key."""
+def page_routes(*, of_operators: bool) -> APIRouter:
+    """Returns one route for each page. The pages hold no data; what they show, they ask for with a key.
+
+    Args:
+        of_operators: Whether there are pages for operators; else only the chat.
+    """
     router = APIRouter(tags=["operation"])
     for address, name in PAGES.items():
-        _add_page(router, address, name)
+        if of_operators or name == "chat":
+            _add_page(router, address, name, linked=of_operators)
     return router
 
 
-def _add_page(router: APIRouter, address: str, name: str) -> None:
-    @router.get(address, response_class=HTMLResponse, name=f"{name}_page")
+def _add_page(router: APIRouter, address: str, name: str, *, linked: bool) -> None:
+    @router.get(address, response_class=HTMLResponse, name=f"{name}_page", include_in_schema=address != "/")
     async def page() -> Response:
-        return html_page(operator_page(name))
+        text = operator_page(name)
+        return html_page(text if linked else _OPERATORS_LINK.sub("", text))
+
+
+_OPERATORS_LINK = re.compile(r'^ *<a data-page="dashboard.*\n', re.MULTILINE)
 
 
 def _whole(name: str) -> str:
     text = resources.files("farsight.services.api.pages").joinpath("static", *name.split("/")).read_text("utf-8")
     return _SHARED.sub(lambda found: _whole(found[1] or found[2] or found[3]).rstrip(), text)
-
-
-LINKS = {
-    "/play": "Playground: ask the model",
-    "/dashboard": "Dashboard: what the service does now",
-    "/dashboard/placement": "Placement: which replica gets which prompt",
-    "/docs": "Routes of the API",
-    "/openapi.json": "Schema of the API",
-}
-"""Pages by path; those that the application has are shown."""
-
-
-def home_routes(paths: Collection[str]) -> APIRouter:
-    """Returns ``GET /``, a page that links the others.
-
-    Args:
-        paths: Those of the application's routes.
-    """
-    router = APIRouter(include_in_schema=False)
-    links = [
-        f'    <li><a href="{html.escape(path[1:])}">{html.escape(text)}</a></li>'
-        for path, text in LINKS.items()
-        if path in paths or path == "/openapi.json"
-    ]
-    page = operator_page("home").replace("<!-- links -->", "\n".join(links))
-
-    @router.get("/", response_class=HTMLResponse)
-    async def home() -> Response:
-        return html_page(page)
-
-    return router
 
 
 def docs_routes(app: FastAPI) -> APIRouter:

@@ -59,11 +59,13 @@ class Series(BaseModel):
 
     Attributes:
         tenants: GPU-seconds a second by tenant.
+        ttft_s: Percentiles 50, 90 and 99 of the time to the first token over ``span``; empty where none is asked for.
     """
 
     at: list[float]
     columns: Lines
     tenants: Lines
+    ttft_s: list[float | None]
 
 
 class Table(BaseModel):
@@ -184,6 +186,8 @@ class LiveParts:
         """
         if part not in ("series", "replicas", "components"):
             span = SeriesQuery()
+        elif part != "series":
+            span = SeriesQuery(span.by_minute, span.after)
         return await self._recent[part].get(PartQuestion(part, span, kind if part == "components" else ""))
 
     async def _read(self, asked: PartQuestion) -> bytes:
@@ -207,7 +211,12 @@ class LiveParts:
 
     async def _series(self, span: SeriesQuery) -> Series:
         reply = await self._operator.answer("the Supervisor", self._operator.supervisor.series(span))
-        return Series(at=_instants(reply.at), columns=_lines(reply.columns), tenants=_lines(reply.tenants))
+        return Series(
+            at=_instants(reply.at),
+            columns=_lines(reply.columns),
+            tenants=_lines(reply.tenants),
+            ttft_s=list(map(_short, reply.ttft_s)),
+        )
 
     async def _components(self, asked: PartQuestion) -> Components:
         operator = self._operator
@@ -257,6 +266,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 Step = Literal["second", "minute"]
 After = Annotated[float, Query(ge=0.0)]
+Span = Annotated[float, Query(ge=0.0, le=86400.0)]
 Kind = Annotated[str, Query(max_length=64)]
 Parts = Annotated[
     str, Query(alias="parts", max_length=256, description=f"Some of {', '.join(FOR_S)}, separated by commas.")
@@ -269,17 +279,17 @@ def live_routes(generator: Generator, operator: Operator) -> APIRouter:
     parts = LiveParts(generator, operator)
     router.add_api_route("/live", _page_answer(parts), response_model=dict[str, Any])
 
-    async def one(part: str, step: Step = "second", after: float = 0.0, kind: str = "") -> Response:
+    async def one(part: str, step: Step = "second", after: float = 0.0, kind: str = "", span: float = 0.0) -> Response:
         with or_unavailable():
-            return _json(await parts.get(part, SeriesQuery(step == "minute", after), kind))
+            return _json(await parts.get(part, SeriesQuery(step == "minute", after, span), kind))
 
     @router.get("/live/status", response_model=Status)
     async def status() -> Response:
         return await one("status")
 
     @router.get("/live/series", response_model=Series)
-    async def series(step: Step = "second", after: After = 0.0) -> Response:
-        return await one("series", step, after)
+    async def series(step: Step = "second", after: After = 0.0, span: Span = 0.0) -> Response:
+        return await one("series", step, after, span=span)
 
     @router.get("/live/replicas", response_model=Table)
     async def replicas(step: Step = "second", after: After = 0.0) -> Response:
@@ -311,14 +321,16 @@ def live_routes(generator: Generator, operator: Operator) -> APIRouter:
 def _page_answer(parts: LiveParts) -> Any:
     """The handler of ``/live``."""
 
-    async def live(asked: Parts, step: Step = "second", after: After = 0.0, kind: Kind = "") -> Response:
+    async def live(
+        asked: Parts, step: Step = "second", after: After = 0.0, kind: Kind = "", span: Span = 0.0
+    ) -> Response:
         """Several parts in one answer; a part that cannot be read is an ``error``."""
         names = list(dict.fromkeys(asked.split(",")))
         unknown = [name for name in names if name not in FOR_S]
         if unknown:
             raise ApiError(f"parts holds {unknown[0]!r}, expected some of {', '.join(FOR_S)}", param="parts")
-        span = SeriesQuery(step == "minute", after)
-        found = await asyncio.gather(*(_or_error(parts, name, span, kind) for name in names))
+        asked_span = SeriesQuery(step == "minute", after, span)
+        found = await asyncio.gather(*(_or_error(parts, name, asked_span, kind) for name in names))
         bodies = (b'"%s":%s' % (name.encode(), body) for name, body in zip(names, found, strict=True))
         return _json(b"{%s}" % b",".join(bodies))
 

@@ -1,18 +1,22 @@
-"""``GET /v1/requests/{id}/what-if``: what would have become of a request of one's own under other conditions."""
+"""What would have become of requests under other conditions.
+
+``GET /v1/requests/{id}/what-if`` is about one request of one's own, ``GET /live/what-if`` about the latest ones of all.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 
 from farsight.core.errors import FarsightError, InvalidValueError
-from farsight.core.messages.log import RequestTrace, WhatIfAnswer, WhatIfQuestion
+from farsight.core.messages.log import RecentAnswer, RecentTimes, RequestTrace, WhatIfAnswer, WhatIfQuestion
 from farsight.policies.presets import PRESETS
 from farsight.services.api.access.keys import CURRENT, owner_of, sent_key
 from farsight.services.api.backend import Operator
@@ -20,6 +24,7 @@ from farsight.services.api.errors import ApiError, or_unavailable
 from farsight.services.api.fields import MAX_PRIORITY
 from farsight.services.api.pages.explain import ERRORS, own_traces, unknown_request
 from farsight.services.api.pages.what_if_process import WhatIfProcess
+from farsight.services.words import counted
 
 MAX_REPLICAS = 64
 PER_MINUTE = 12
@@ -61,6 +66,30 @@ class WhatIf(BaseModel):
     text: str
 
 
+class Times(BaseModel):
+    """Of several requests, in seconds: mean time to the first token and to the end, and the latter's p99."""
+
+    ttft_s: float
+    jct_s: float
+    jct_p99_s: float
+
+
+class WhatIfRecent(BaseModel):
+    """The latest requests, all alike, as logged and with a change.
+
+    Attributes:
+        changed: What was logged, times the ratio of two simulated runs: as served and with the change.
+        text: The answer as a sentence.
+    """
+
+    object: Literal["requests.what_if"] = "requests.what_if"
+    if_: Annotated[str, Query(serialization_alias="if")]
+    num_requests: int
+    logged: Times
+    changed: Times
+    text: str
+
+
 class Turns:
     """One question at a time, and ``PER_MINUTE`` of each key."""
 
@@ -89,11 +118,38 @@ class Turns:
 
 
 def what_if_routes(operator: Operator, admin_token: str) -> APIRouter:
-    """The route, for the requests that ``explain_routes`` shows to the same caller."""
-    router = APIRouter(prefix="/v1", tags=["generation"], responses=ERRORS)
+    """Returns the routes: one for the requests that ``explain_routes`` shows to the same caller, one for operators."""
+    router = APIRouter(responses=ERRORS)
     turns, process = Turns(), WhatIfProcess()
 
-    @router.get("/requests/{response_id}/what-if")
+    async def ask(request: Request, request_id: str, unknown: ApiError, *change: Any) -> WhatIfAnswer:
+        wait_s = turns.take(_asker(request), time.monotonic())
+        if wait_s:
+            message = f"the simulation is busy, or you asked {PER_MINUTE} times a minute; retry in {wait_s:.0f} s"
+            headers = {"Retry-After": str(max(1, round(wait_s)))}
+            raise ApiError(message, status=429, kind="rate_limit_error", code="what_if_busy", headers=headers)
+        try:
+            with or_unavailable():
+                window = await operator.logged_around(request_id)
+                if window is None:
+                    raise unknown
+                question = WhatIfQuestion(window, *change)
+                answer = await asyncio.shield(asyncio.to_thread(process.ask, question))
+                if answer.problem:
+                    raise FarsightError(answer.problem)
+                return answer
+        finally:
+            turns.give_back()
+
+    @router.get("/live/what-if", tags=["operation"])
+    async def what_if_recent(request: Request, preset: str = "", replicas: int | None = None) -> WhatIfRecent:
+        change = _change(preset, replicas, None)
+        nothing = ApiError("no request has ended yet", status=404, code="request_not_found")
+        recent = (await ask(request, "", nothing, preset, replicas)).recent
+        assert recent is not None
+        return _recent_reply(change, recent)
+
+    @router.get("/v1/requests/{response_id}/what-if", tags=["generation"])
     async def what_if(
         response_id: str,
         request: Request,
@@ -105,22 +161,7 @@ def what_if_routes(operator: Operator, admin_token: str) -> APIRouter:
         change = _change(preset, replicas, priority)
         traces = await own_traces(operator, response_id, sent_key(request.headers), admin_token)
         request_id = _ended(response_id, traces, choice)
-        wait_s = turns.take(_asker(request), time.monotonic())
-        if wait_s:
-            message = f"the simulation is busy, or you asked {PER_MINUTE} times a minute; retry in {wait_s:.0f} s"
-            headers = {"Retry-After": str(max(1, round(wait_s)))}
-            raise ApiError(message, status=429, kind="rate_limit_error", code="what_if_busy", headers=headers)
-        try:
-            with or_unavailable():
-                window = await operator.logged_around(request_id)
-                if window is None:
-                    raise unknown_request(response_id)
-                question = WhatIfQuestion(window, preset, replicas, _allowed(priority))
-                answer = await asyncio.shield(asyncio.to_thread(process.ask, question))
-                if answer.problem:
-                    raise FarsightError(answer.problem)
-        finally:
-            turns.give_back()
+        answer = await ask(request, request_id, unknown_request(response_id), preset, replicas, _allowed(priority))
         return _reply(response_id, choice, change, answer)
 
     return router
@@ -182,6 +223,22 @@ def _reply(response_id: str, choice: int, change: str, answer: WhatIfAnswer) -> 
         is_whole=answer.is_whole,
         text=f"With {change} it would have taken {_time(answer.jct_s)} instead of {_time(answer.logged_jct_s)}, "
         f"{compared}.{left_out}",
+    )
+
+
+def _recent_reply(change: str, recent: RecentAnswer) -> WhatIfRecent:
+    def shown(times: RecentTimes) -> Times:
+        return Times(**{name: round(value, 3) for name, value in dataclasses.asdict(times).items()})
+
+    logged, changed = recent.logged, recent.changed
+    is_same = abs(changed.jct_s / logged.jct_s - 1) < SAME if logged.jct_s else True
+    text = (
+        f"With {change} the last {counted(recent.num_requests, 'request')} would have ended after "
+        f"{_time(changed.jct_s)} in the mean instead of {_time(logged.jct_s)}, and their first tokens would have come "
+        f"after {_time(changed.ttft_s)} instead of {_time(logged.ttft_s)}{': about the same' if is_same else ''}."
+    )
+    return WhatIfRecent(
+        if_=change, num_requests=recent.num_requests, logged=shown(logged), changed=shown(changed), text=text
     )
 
 

@@ -63,6 +63,7 @@ class Dialect:
         parallel: bool = True,
         shows_reasoning: bool = True,
         reasons: bool = True,
+        custom: Sequence[str] = (),
     ) -> OutputForm | None:
         """What an output behind this prompt may hold beside text; None for nothing.
 
@@ -71,12 +72,14 @@ class Dialect:
             forced: Whether it is calls alone.
             parallel: Whether it may hold several calls.
             reasons: Whether the output may begin with reasoning, if the model does that.
+            custom: Names of tools that take one text.
         """
         if not tools and not self.reasons:
             return None
         may_reason = self.reasons and reasons
         in_reasoning = may_reason and rendered.rstrip().endswith(THINK_BEGIN)
-        return OutputForm(self.format.name, tuple(tools), may_reason, in_reasoning, shows_reasoning, forced, parallel)
+        lead = may_reason, in_reasoning, shows_reasoning
+        return OutputForm(self.format.name, tuple(tools), *lead, forced, parallel, tuple(custom))
 
     def shown_ids(self) -> tuple[int, ...]:
         """Special tokens that a parser has to see."""

@@ -101,16 +101,18 @@ class Calls:
     Attributes:
         forced: Whether the output is calls and nothing else.
         answer: JSON Schema of an output that is no call; None for any text.
+        limited: Whether the model knows tools that are not among these.
     """
 
     tools: Sequence[FunctionDefinition]
     forced: bool
     parallel: bool
     answer: Any = None
+    limited: bool = False
 
     @property
     def constrained(self) -> bool:
-        return self.forced or self.answer is not None or any(tool.strict for tool in self.tools)
+        return self.forced or self.limited or self.answer is not None or any(tool.strict for tool in self.tools)
 
 
 def tool_grammar(calls: Calls, dialect: Dialect, form: OutputForm) -> str:
@@ -217,5 +219,5 @@ def chat_grammar(body: ChatCompletionRequest, dialect: Dialect, form: OutputForm
             return own
     if emulated:
         return ""
-    calls = Calls(body.usable_tools, body.must_call, body.may_call_in_parallel, answer)
+    calls = Calls(body.usable_tools, body.must_call, body.may_call_in_parallel, answer, body.limits_tools)
     return tool_grammar(calls, dialect, form)

@@ -86,6 +86,7 @@ class PromptEncoder:
     Attributes:
         texts: What single tokens stand for.
         dialect: How the model writes tool calls and reasoning.
+        template: Source of the chat template; empty if there is none.
 
     Raises:
         ConfigError: No usable tokenizer, a template with wrong syntax, or one that takes too much time or memory.
@@ -103,6 +104,7 @@ class PromptEncoder:
         self._capacity = text_capacity(files.tokenizer)
         settings = settings or ModelConfig()
         source = _template_of(settings, files.template)
+        self.template = source or ""
         self._template = None if source is None else _compile(folder, source, files.special_tokens)
         self._knows_developer = source is not None and "developer" in source
         self.dialect = Dialect(files.tokenizer, source or "", settings.tool_format)

@@ -8,6 +8,7 @@ import functools
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -17,7 +18,7 @@ from farsight.core.request import Origin
 from farsight.core.request import Request as EngineRequest
 from farsight.services.api.access.keys import owner_of, salt_of, sent_key
 from farsight.services.api.backend import Generator
-from farsight.services.api.bodies import LargeBodyRoute
+from farsight.services.api.bodies import LargeBodyRoute, checked
 from farsight.services.api.errors import ERRORS, ApiError
 from farsight.services.api.generate import while_connected
 from farsight.services.api.generation import GPU_SECONDS_DIGITS
@@ -84,6 +85,11 @@ class VectorCalls:
         return EmbeddingReply(
             id=name, created=int(time.time()), model=body.model or model.name, data=data, usage=_usage(vectors)
         )
+
+    async def rows(self, fields: dict[str, Any], request: Request) -> tuple[list[list[float] | str], int]:
+        """Returns the embeddings that the fields of a body ask for, and the tokens of its texts."""
+        reply = await self.embeddings(checked(EmbeddingRequest, fields), request)
+        return [row.embedding for row in reply.data], reply.usage.prompt_tokens
 
     async def score(self, body: ScoreRequest, request: Request) -> ScoreReply:
         name = f"score-{uuid.uuid4().hex}"

@@ -53,12 +53,16 @@ def test_no_page_has_a_serious_fault(browser: Browser, filled: LiveServer, axe: 
     found: list[str] = []
     page = browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]
     page.set_default_timeout(1000 * LONG_S)
-    for address in ("/", *PAGES, "/docs"):
-        page.goto(f"http://127.0.0.1:{filled.port}{address}")
+    for address in (*PAGES, "/docs"):
+        page.goto(f"http://127.0.0.1:{filled.port}{address.format(response_id=RUNS)}")
         page.wait_for_timeout(500)  # what is polled has been drawn
-        if address == "/dashboard/requests":
-            page.locator(f'[data-testid=live] tr[data-id="{RUNS}"] button').click()
-            page.locator("svg.lane").wait_for()
+        if address == "/dashboard":
+            page.get_by_test_id("strip").locator("summary").click()
+        if address == "/":
+            page.get_by_test_id("prompt").fill("hello")
+            page.get_by_test_id("send").click()
+            page.get_by_test_id("regenerate").wait_for()
+            page.get_by_test_id("settings").click()
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
             found += faults(page, axe)

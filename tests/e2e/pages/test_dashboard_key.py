@@ -22,7 +22,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedServer]
         yield server
 
 
-@pytest.mark.parametrize(("address", "shown"), [("dashboard", "card-worker-0"), ("dashboard/placement", "policy")])
+@pytest.mark.parametrize(("address", "shown"), [("dashboard", "kind-ModelWorker"), ("dashboard/placement", "policy")])
 def test_a_page_asks_for_a_key_and_keeps_it_in_the_tab(
     browser: Browser, guarded: GuardedServer, address: str, shown: str
 ) -> None:

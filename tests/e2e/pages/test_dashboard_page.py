@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import uvicorn
-from playwright.sync_api import Browser, Page, Playwright, expect
+from playwright.sync_api import Browser, Page, Playwright, Route, expect
 
-from farsight.core.decisions import Decision, pack_decisions
 from farsight.core.errors import FarsightError
-from farsight.core.messages.log import RequestTrace
 from farsight.core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
+from farsight.core.messages.series import SeriesColumn, SeriesReply
 from farsight.core.messages.status import ComponentStatus
 from farsight.services.api.text.prompts import PromptEncoder
 from tests.e2e.server import wait_until
@@ -143,7 +142,7 @@ def page(browser: Browser, live: LiveServer) -> Iterator[Page]:
     """The dashboard with its first answer."""
     with watched(browser, live) as (opened, _):
         visit(opened, live, "/dashboard")
-        expect(opened.get_by_test_id("overall")).to_contain_text("components ready")
+        expect(opened.get_by_test_id("health")).to_contain_text("components ready")
         yield opened
 
 
@@ -164,182 +163,128 @@ def expect_width(page: Page, most: int) -> None:
     wait_until(lambda: page.evaluate("document.documentElement.scrollWidth") <= most, f"wider than {most} pixels")
 
 
-def test_every_component_has_a_card(page: Page) -> None:
-    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} components ready")
-    expect(page.get_by_test_id("model")).to_contain_text(MODEL)
-    expect(page.get_by_test_id("kv")).to_contain_text("3 of 8 blocks · 38 %")
-    expect(page.get_by_test_id("learned")).to_contain_text(re.compile(r"length-predictor words\s*3\s*12.50\s*4000"))
-    moved = page.get_by_test_id("kv-moved")
-    expect(moved).to_have_text("host: 2 of 6 blocks, 1 in flight · 9 tokens recomputed")
-    expect(moved).to_have_attribute("title", "3 offloads (0 MiB), 2 uploads (0 MiB), 1 offload refused")
-    expect(page.get_by_test_id("updated")).to_have_text(re.compile(r"\d\d:\d\d:\d\d"))
-    expect(page.locator("[data-testid^=card-]")).to_have_count(len(PIECES))
-    expect(page.locator("section.group h2")).to_have_count(len({row.kind for row in PIECES}))
-    for row in PIECES:
-        expect(page.get_by_test_id(f"card-{row.name}")).to_have_attribute("data-state", "ready")
-    worker = page.get_by_test_id("card-worker-1")
+def test_large_figures_come_first(page: Page, live: LiveServer) -> None:
+    """Over the chosen range, with a unit and what lies behind them; at no width is a number cut."""
+    now = time.time()
+    steady = {"ended": 2.5, "output_tokens": 12_345.6, "prompt_tokens": 800.0, "waiting": 3.0, "running": 12.0}
+    rare = {"abandoned": 0.05, "failed": 0.1, "rejected": 0.2, "gpu_s": 0.8, "kv_used": 0.385, "kv_peak": 0.9}
+    columns = tuple(SeriesColumn(name, (value,) * 60) for name, value in (steady | rare).items())
+    live.backend.history = SeriesReply(tuple(now - 60 + at for at in range(60)), columns, (), (0.25, 0.5, 101.5))
+    for label, number, below in (
+        ("requests", "2.50 / s", "150 requests ended"),
+        ("tokens", "12.3 k / s", "740.7 k out, 48.0 k in"),
+        ("waiting", "3", "12 running; at most 3 waited"),
+        ("kv-memory", "39 %", "3 of 8 blocks; peak 90 % predicted"),
+        ("abandoned", "3, 6", "6.0 % of all; 12 refusals"),
+        ("cost", "0.06 s / 1,000", "device seconds by output tokens; busy 40 %"),
+    ):
+        expect(page.get_by_test_id(f"figure-{label}").locator("dd")).to_have_text([number, below])
+    first = page.get_by_test_id("figure-first-token")
+    expect(first.locator("dd")).to_have_text(["250 ms", "time to first token, p50", "102 s", "p90 500 ms"])
+    for width in (400, 900, 1600):
+        page.set_viewport_size({"width": width, "height": 900})
+        expect_width(page, width)
+        cut = "all => all.filter(each => each.scrollWidth > each.clientWidth).map(each => each.textContent)"
+        assert page.get_by_test_id("figures").locator("dd").evaluate_all(cut) == []
+    with page.expect_request(re.compile("step=minute.*span=86400")):
+        page.get_by_test_id("range-86400").click()
+
+
+def test_components_are_a_strip_that_opens(page: Page, live: LiveServer) -> None:
+    expect(page.get_by_test_id("health")).to_have_text(f"All {len(PIECES)} components ready")
+    expect(page.get_by_test_id("model")).to_have_text(MODEL)
+    expect(page.get_by_test_id("preset")).to_have_text(re.compile("^.$"))  # a dash: this backend tells of none
+    expect(page.get_by_test_id("components")).to_be_hidden()
+    page.get_by_test_id("strip").locator("summary").click()
+    expect(page.get_by_test_id("components").locator("tbody tr")).to_have_count(len(PIECES))
+    expect(page.get_by_test_id("kind-ModelWorker")).to_have_text(re.compile("ModelWorker . 2"))
+    worker = page.get_by_test_id("row-worker-1")
     for words in ("worker-1", "ready", "18 ms ago", "pid 123456 · gpu-node-17", "6"):
         expect(worker).to_contain_text(words)
-    expect(page.get_by_test_id("card-ingress-0001")).to_contain_text("first one under way")
-    expect(worker.locator(".breaker")).to_be_hidden()
-    expect(page.get_by_test_id("delay")).to_contain_text("1.3 s")
-    expect(page.get_by_test_id("banner")).to_be_hidden()
-    expect(page.get_by_test_id("emulated")).to_be_hidden()
-
-
-def test_made_up_answers_are_said_to_be(page: Page, live: LiveServer) -> None:
-    live.backend.model = dataclasses.replace(live.backend.model, emulated="a100-7b")
+    expect(page.get_by_test_id("row-ingress-0001")).to_contain_text("first one under way")
+    url, why, name = "http://10.0.0.5:8000/v1", "open: <b>no connection</b>", "<img src=x onerror=window.hacked=1>"
+    backend = component("backend-0", "OpenAIBackend", "waiting", url=url, breaker=why)
+    weak = component("log-store", "LogStore", degraded="the disk is full")
+    live.backend.components = (*without("log-store"), weak, backend, component(name, "<b>Kind</b>", "unheard-of"))
+    live.backend.model = dataclasses.replace(live.backend.model, emulated="a100-7b", preset="fastserve")
+    expect(page.get_by_test_id("row-backend-0")).to_contain_text(url)
+    expect(page.get_by_test_id("row-backend-0")).to_contain_text(f"breaker {why}")
+    expect(page.get_by_test_id("row-log-store").locator(".state")).to_have_text("degraded")
+    expect(page.get_by_test_id("row-log-store")).to_contain_text("the disk is full")
+    expect(page.get_by_test_id(f"row-{name}").locator(".state")).to_have_attribute("data-level", "warn")
+    expect(page.locator("main img, main b:has(img)")).to_have_count(0)
+    expect(page.get_by_test_id("preset")).to_have_text("fastserve")
     page.reload()
     expect(page.get_by_test_id("emulated")).to_have_text("The device is emulated (a100-7b): answers are made up.")
 
 
-def test_twenty_services_are_seen_at_once(page: Page, live: LiveServer) -> None:
-    """Without scrolling at 1280x800; and no name makes the page wider than a small window."""
-    more = [component(f"{kind}-{index}", "ModelWorker") for index in (2, 3) for kind in ("worker", "scheduler")]
-    live.backend.components = (*PIECES, *more, component("kv-offload-manager-2", "KVOffloadManager"))
-    expect(page.get_by_test_id("overall")).to_have_text("All 20 components ready")
-    bottoms = page.locator(".card").evaluate_all("all => all.map(each => each.getBoundingClientRect().bottom)")
-    assert len(bottoms) == 20 and max(bottoms) <= 800  # the charts are below
-    for width in (1280, 390):
-        page.set_viewport_size({"width": width, "height": 800})
-        expect_width(page, width)
-
-
-def test_a_dead_component_turns_red_and_then_green_again(page: Page, live: LiveServer) -> None:
-    card = page.get_by_test_id("card-worker-1")
-    pill = card.locator(".state")
-    green = pill.evaluate("pill => getComputedStyle(pill).color")
-    live.backend.components = with_state("worker-1", "dead", queue=0, last_step_age_s=3.4)
-    expect(card).to_have_attribute("data-state", "dead")
-    expect(card).to_contain_text("3.4 s ago")
-    expect(pill).to_have_text("dead")
-    expect(pill).not_to_have_css("color", green)
-    expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} down: worker-1")
-    live.backend.components = with_state("worker-1", "starting", restarts=1, last_step_age_s=None)
-    expect(card).to_have_attribute("data-state", "starting")
-    expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} not ready: worker-1")
-    live.backend.components = with_state("worker-1", "ready", restarts=1, queue=5)
-    expect(card).to_have_attribute("data-state", "ready")
-    expect(pill).to_have_css("color", green)
-    expect(card.locator("[data-field=queue]")).to_have_text("5")
-    expect(card.locator("[data-field=restarts]")).to_have_text("1")
-
-
-def test_a_degraded_component_turns_yellow_and_says_why(page: Page, live: LiveServer) -> None:
-    card = page.get_by_test_id("card-log-store")
-    expect(card.locator(".degraded")).to_be_hidden()
-    live.backend.components = with_state("log-store", "ready", degraded="cannot write the log: <b>full</b>")
-    expect(card).to_have_attribute("data-state", "degraded")
-    expect(card).to_have_attribute("data-level", "warn")
-    expect(card.locator(".degraded")).to_have_text("cannot write the log: <b>full</b>")
-    expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} degraded: log-store")
-    live.backend.components = PIECES
-    expect(card).to_have_attribute("data-state", "ready")
-    expect(card.locator(".degraded")).to_be_hidden()
-
-
-def test_a_death_that_no_poll_has_seen_turns_red_for_a_while(page: Page, live: LiveServer) -> None:
-    card = page.get_by_test_id("card-router")
+def test_a_death_turns_red_for_a_while(page: Page, live: LiveServer) -> None:
+    """Whether a poll has seen it or not; a component that was only late is green again at once."""
+    page.get_by_test_id("strip").locator("summary").click()
+    state, kind = page.get_by_test_id("row-worker-1").locator(".state"), page.get_by_test_id("kind-ModelWorker")
+    green = state.evaluate("state => getComputedStyle(state).color")
     now = stop_clock(page)
-    live.backend.components = with_state("router", "ready", pid=4712, restarts=1)
-    expect(card).to_have_attribute("data-state", "restarted")
-    expect(card).to_have_attribute("data-level", "bad")
-    expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} just restarted: router")
-    page.clock.set_fixed_time(now + 2)
-    wait_updated(page)
-    expect(card).to_have_attribute("data-state", "restarted")
-    page.clock.set_fixed_time(now + 3)
-    expect(card).to_have_attribute("data-state", "ready")
-    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} components ready")
-
-
-def test_a_death_that_one_poll_has_seen_stays_red_for_a_while(page: Page, live: LiveServer) -> None:
-    """The next poll may follow at once, where the one that saw it had to wait for the dead component."""
-    card = page.get_by_test_id("card-worker-1")
-    now = stop_clock(page)
-    live.backend.components = with_state("worker-1", "dead")
-    expect(card).to_have_attribute("data-state", "dead")
-    live.backend.components = PIECES  # the same process as before: it was late, and has not restarted
-    expect(card).to_have_attribute("data-state", "ready")
-    live.backend.components = with_state("worker-1", "dead")
-    expect(card).to_have_attribute("data-state", "dead")
-    live.backend.components = with_state("worker-1", "ready", pid=4712, restarts=1)
-    for later in (0, 2):
-        page.clock.set_fixed_time(now + later)
-        wait_updated(page)
-        expect(card).to_have_attribute("data-state", "restarted")
-        expect(card).to_have_attribute("data-level", "bad")
-    page.clock.set_fixed_time(now + 3)
-    expect(card).to_have_attribute("data-state", "ready")
+    live.backend.components = with_state("worker-1", "dead", last_step_age_s=3.4)
+    expect(state).to_have_text("dead")
+    expect(state).not_to_have_css("color", green)
+    expect(kind).to_have_attribute("data-level", "bad")
+    expect(page.get_by_test_id("health")).to_have_text("Down: worker-1")
+    live.backend.components = PIECES  # the same process as before
+    expect(state).to_have_text("ready")
+    expect(state).to_have_css("color", green)
+    for pid, seen in ((4713, False), (4714, True)):
+        if seen:
+            live.backend.components = with_state("worker-1", "dead", pid=4713)
+            expect(state).to_have_text("dead")
+        live.backend.components = with_state("worker-1", "ready", pid=pid, restarts=pid - 4712)
+        for later in (0, 2):
+            page.clock.set_fixed_time(now + later)
+            wait_updated(page)
+            expect(state).to_have_text("restarted")
+            expect(kind).to_have_attribute("data-level", "bad")
+        now += 3
+        page.clock.set_fixed_time(now)
+        expect(state).to_have_text("ready")
+        expect(page.get_by_test_id("health")).to_have_text(f"All {len(PIECES)} components ready")
 
 
 def test_the_page_asks_every_two_seconds(page: Page) -> None:
     page.clock.install()
     page.reload()
-    expect(page.get_by_test_id("overall")).to_contain_text("components ready")
+    expect(page.get_by_test_id("health")).to_contain_text("components ready")
     page.clock.pause_at(int(time.time()) + 60)
     wait_updated(page)  # nothing is under way now
     with page.expect_request("**/live?parts=status*"):
         page.clock.run_for(2300)
 
 
-def test_a_component_that_disappears_stays_for_a_minute(page: Page, live: LiveServer) -> None:
-    card = page.get_by_test_id("card-scheduler-1")
-    expect(card).to_have_attribute("data-state", "ready")
-    now = stop_clock(page)
-    live.backend.components = without("scheduler-1")
-    expect(card).to_have_attribute("data-state", "gone")
-    expect(page.get_by_test_id("overall")).to_have_text(f"1 of {len(PIECES)} down: scheduler-1")
-    page.clock.set_fixed_time(now + 40)
-    expect(card).to_contain_text(re.compile(r"Gone for\s*40 s"))
-    page.clock.set_fixed_time(now + 60)
-    expect(card).to_have_count(0)
-    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES) - 1} components ready")
-
-
 def test_a_server_that_stops_is_said_and_comes_back(page: Page, live: LiveServer) -> None:
     live.stop()
-    banner = page.get_by_test_id("banner")
-    expect(banner).to_contain_text("/status cannot be reached: no connection")
-    card = page.get_by_test_id("card-router")
-    expect(card).to_have_attribute("data-stale", "true")
-    expect(card).to_have_css("filter", "grayscale(1)")
-    expect(card.locator(".state")).to_have_text("was ready")
-    expect(page.get_by_test_id("overall")).to_have_text("State unknown")
+    banner, main = page.get_by_test_id("banner"), page.locator("main")
+    expect(banner).to_contain_text("The server cannot be read: no connection")
+    expect(main).to_have_css("filter", "grayscale(1)")
     live.backend.model = dataclasses.replace(live.backend.model, name="successor")
     live.start()
     expect(banner).to_be_hidden()
-    expect(card).to_have_attribute("data-stale", "false")
-    expect(card).to_have_css("filter", "none")
-    expect(page.get_by_test_id("overall")).to_have_text(f"All {len(PIECES)} components ready")
-    expect(page.get_by_test_id("model")).to_contain_text("successor")
+    expect(main).to_have_css("filter", "none")
+    expect(page.get_by_test_id("model")).to_have_text("successor")
 
 
-def test_names_are_shown_and_not_run(page: Page, live: LiveServer) -> None:
-    name = "<img src=x onerror=alert(1)>"
-    live.backend.components = (*PIECES, component(name, "<b>Kind</b>", "unheard-of"))
-    card = page.locator("[data-state=unheard-of]")
-    expect(card).to_contain_text(name)
-    expect(card).to_have_attribute("data-level", "warn")
-    expect(page.locator("main img, main b")).to_have_count(0)
+def test_another_preset_is_asked_by_a_button(page: Page) -> None:
+    asked: list[str] = []
 
+    def answer(route: Route) -> None:
+        asked.append(route.request.url)
+        times = {"ttft_s": 0.5, "jct_s": 2.0, "jct_p99_s": 9.0}
+        said = "With preset=preble the last 90 requests <b>would</b> have ended"
+        route.fulfill(json={"text": said, "logged": times, "changed": times | {"jct_s": 1.5}})
 
-def test_a_request_is_explained_and_an_unknown_one_is_said_to_be(page: Page, live: LiveServer) -> None:
-    response_id = "cmpl-" + "0" * 32
-    page.get_by_test_id("explain-id").fill(f" {response_id} ")
-    page.get_by_test_id("explain-id").press("Enter")
-    expect(page.get_by_test_id("explain-note")).to_contain_text("expected the 'id' of an answer")
-    expect(page.get_by_test_id("explained")).to_be_hidden()
-    decisions = [Decision("received", 0.0, {"prompt_tokens": 7, "max_new_tokens": 20})]
-    decisions += [Decision("refused", 1.5, {"reason": "<b>too long</b>"})]
-    packed = pack_decisions(decisions)
-    live.backend.traces = [RequestTrace(f"{response_id}/i-0/ingress", "i-0", 0, b"", "ingress", 0, True, 0, packed)]
-    page.get_by_role("button", name="Explain").click()
-    rows = page.get_by_test_id("explained").locator("tbody tr")
-    expect(rows).to_have_count(2)
-    expect(rows.nth(0)).to_contain_text("prompt of 7 tokens")
-    expect(rows.nth(1)).to_contain_text("1.500 singressRefused: <b>too long</b>.")
-    expect(page.get_by_test_id("explain-note")).to_be_empty()
+    page.route("**/live/what-if?*", answer)
+    page.get_by_test_id("other-preset").select_option("preble")
+    page.get_by_test_id("other-ask").click()
+    expect(page.get_by_test_id("other-said")).to_contain_text("the last 90 requests <b>would</b> have ended")
+    expect(page.get_by_test_id("other")).to_contain_text("end, mean, preble1.50 s")
+    assert asked[0].endswith("/live/what-if?preset=preble")
 
 
 PLACEMENTS = PlacementView(
@@ -396,13 +341,3 @@ def test_placement_without_prefixes_shows_no_tree(page: Page, live: LiveServer) 
     expect(page.get_by_test_id("replicas")).to_contain_text("0390")
     expect(page.get_by_test_id("replicas").locator("thead .cached")).to_be_hidden()
     expect(page.locator("#tree")).to_be_hidden()
-
-
-def test_another_server_is_shown_with_its_address_and_breaker(page: Page, live: LiveServer) -> None:
-    url, why = "http://10.0.0.5:8000/v1", "open: <b>no connection</b>"
-    live.backend.components = (*PIECES, component("backend-0", "OpenAIBackend", "waiting", url=url, breaker=why))
-    card = page.get_by_test_id("card-backend-0")
-    expect(card.locator(".process")).to_have_text(url)
-    expect(card.locator(".breaker")).to_have_text(f"breaker {why}")
-    expect(card).to_contain_text("Last answer")
-    expect(page.get_by_test_id("overall")).to_contain_text("not ready: backend-0")

@@ -1,4 +1,4 @@
-"""The pages with time in a real browser: charts, live requests, timelines, schedulers, forecasts and the playground,
+"""The pages with time in a real browser: charts, requests and their pages, schedulers and forecasts,
 at three widths, light and dark, with names that try to be markup."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect
 
-from farsight.core.decisions import Decision, pack_decisions
+from farsight.core.decisions import Decision, Facts, pack_decisions
 from farsight.core.errors import FarsightError
 from farsight.core.messages.live import EndedRequest, LiveRequest, LiveView, MemoryPoint, ReplicaLive
 from farsight.core.messages.log import RequestTrace
@@ -48,7 +48,8 @@ def row(response_id: str, state: str, age_s: float, **fields: object) -> LiveReq
 def view() -> LiveView:
     waits = row(WAITS, "waiting", 9.0, output_len=0, waits_for="memory", level=2, prefilled_len=5)
     rows = (row(RUNS, "decode", 1.5, prefilled_len=12), waits)
-    ended = (EndedRequest(ENDED, 0, "stop", 9, 11.0, 0.5), EndedRequest(RUNS, 1, "length", 20, 18.0, 0.7, ago_s=9.0))
+    known = EndedRequest(ENDED, 0, "stop", 9, 11.0, 0.5, tenant="acme", prompt_len=34, ttft_s=0.12)
+    ended = (known, EndedRequest(RUNS, 1, "length", 20, 18.0, 0.7, ago_s=9.0))
     left = (EndedRequest("cmpl-left", 0, "abort", 0, None, 60.0, ago_s=3.0),)
     curve = (MemoryPoint(0, 300), MemoryPoint(10, 500), MemoryPoint(40, 200))
     return LiveView((ReplicaLive("0", 1, 1, 0, 300, 640, curve, rows, ended),), 2, left)
@@ -62,7 +63,8 @@ def history() -> SeriesReply:
 
 
 def trace() -> RequestTrace:
-    facts = {"prompt_tokens": 3, "max_new_tokens": 8}
+    facts: Facts = {"prompt_tokens": 3, "max_new_tokens": 8, "tenant": HOSTILE}
+    outlook: Facts = {"state": "running", "output_tokens": 5, "p50_s": 2.1, "p90_s": 3.4}
     began = time.time() - 4.0
     decisions = [
         Decision("received", began, facts),
@@ -70,6 +72,7 @@ def trace() -> RequestTrace:
         Decision("first_token", began + 1.5, {"ttft_s": 1.5}),
         Decision("offloaded", began + 2.0, {"computed_tokens": 9, "num_admitted": 1, "num_waiting": 0}),
         Decision("refused", began + 3.0, {"reason": HOSTILE}),
+        Decision("outlook", began + 3.5, outlook),
     ]
     return RequestTrace(f"{RUNS}/i-1/ingress", "i-1", 0, b"", HOSTILE, 0, False, 0, pack_decisions(decisions))
 
@@ -92,35 +95,60 @@ def test_charts_of_the_overview(page: Page, filled: LiveServer) -> None:
     charts = page.locator("[data-testid^=chart-]")
     expect(charts).to_have_count(8)
     expect(charts.locator("canvas")).to_have_count(8)
-    expect(page.get_by_test_id("chart-tenants")).to_contain_text(HOSTILE)
+    expect(page.get_by_test_id("chart-cost")).to_contain_text(HOSTILE)
     expect(page.get_by_test_id("chart-ttft")).to_contain_text(re.compile(r"p50\s*\d+ ms.*p90.*p99"))
     expect(page.get_by_test_id("chart-memory")).to_have_attribute("aria-label", re.compile("KV memory: in use .* %"))
-    page.get_by_test_id("range-minute").focus()
+    page.get_by_test_id("range-86400").focus()
     page.keyboard.press("Enter")
-    expect(page.get_by_test_id("range-minute")).to_have_attribute("aria-pressed", "true")
+    expect(page.get_by_test_id("range-86400")).to_have_attribute("aria-pressed", "true")
     filled.backend.history = FarsightError("the Supervisor does not answer")
-    page.get_by_test_id("range-second").click()
+    page.get_by_test_id("range-300").click()
     expect(page.locator("#charts-note")).to_contain_text("the Supervisor does not answer")
     filled.backend.history = history()
     expect(page.locator("#charts-note")).to_be_empty()
 
 
-def test_live_requests_are_sorted_and_opened(page: Page, filled: LiveServer) -> None:
+def test_requests_are_sorted_searched_and_narrowed(page: Page, filled: LiveServer) -> None:
     visit(page, filled, "/dashboard/requests")
-    rows = page.get_by_test_id("live").locator("tbody tr")
-    expect(rows).to_have_count(2)
+    table = page.get_by_test_id("requests")
+    rows = table.locator("tbody tr")
+    expect(rows).to_have_count(5)
     expect(page.get_by_test_id("sums")).to_contain_text("1 running, 3 waiting")
-    expect(rows.nth(0)).to_contain_text("waiting")  # the oldest first
-    expect(rows.nth(1)).to_contain_text("30 of 40")
-    expect(rows.nth(1)).to_contain_text(HOSTILE)
-    prompts = page.get_by_test_id("live").locator("tbody td:nth-child(8)")
-    expect(prompts).to_have_text(["5 of 12", "12"])  # of the prompt computed so far, and all of it
-    page.get_by_role("button", name="Age").click()
-    expect(rows.nth(0)).to_contain_text("decode")
+    page.get_by_role("button", name="State").click()
+    states = table.locator("tbody td:nth-child(3)")
+    expect(states).to_have_text(["waiting", "decode", "abandoned", "ended", "ended at its limit"], use_inner_text=True)
     expect(page.locator("th[aria-sort]")).to_have_attribute("aria-sort", "ascending")
-    expect(page.get_by_test_id("ended").locator("tbody td:nth-child(2)")).to_have_text(["stop", "abandoned", "length"])
-    rows.nth(0).locator("button").focus()
+    prompts = table.locator("tbody td:nth-child(5)")  # of the prompt computed so far, and all of it
+    expect(prompts).to_have_text(["5 of 12", "12", "0", "34", "0"])
+    expect(rows.nth(1)).to_contain_text("30 of 40")
+    expect(rows.nth(3)).to_contain_text(re.compile(r"acme.*9 of 11.*120 ms.*500 ms"))
+    page.get_by_test_id("search").fill("WINDOW decode")
+    expect(rows).to_have_count(1)
+    expect(rows.nth(0)).to_contain_text(HOSTILE)
+    page.get_by_test_id("search").fill("nothing of the kind")
+    expect(page.get_by_test_id("none")).to_have_text("None of them matches.")
+    page.get_by_test_id("search").fill("")
+    page.get_by_test_id("choose-tenant").select_option("acme")
+    expect(rows).to_have_count(1)
+    page.reload()  # the address says what is looked for
+    expect(rows).to_have_count(1)
+    rows.nth(0).locator("a").focus()
     page.keyboard.press("Enter")
+    expect(page.get_by_test_id("id")).to_have_text(ENDED)
+    expect(page.get_by_test_id("problem")).to_contain_text("expected the 'id' of an answer")
+
+
+def test_a_request_has_a_page(page: Page, filled: LiveServer) -> None:
+    visit(page, filled, "/dashboard/requests")
+    page.get_by_test_id("search").fill(f" {RUNS} ")
+    page.get_by_test_id("search").press("Enter")
+    expect(page.get_by_test_id("id")).to_have_text(RUNS)
+    sums = page.get_by_test_id("sums")
+    for label, text in (("Tenant", HOSTILE), ("Prompt", "3 tokens"), ("Time to first token", "1.50 s")):
+        expect(sums).to_contain_text(f"{label}{text}")
+    expect(sums).to_contain_text(re.compile(r"Received.*\d\d:\d\d:\d\d"))
+    expect(sums).to_contain_text("Nowends in 2.10 s (9 of 10 times within 3.40 s)")
+    expect(page.get_by_test_id("to-requests")).to_have_attribute("aria-current", "page")
     detail = page.get_by_test_id("detail")
     expect(detail).to_contain_text("Request received")
     expect(detail.locator("svg.lane rect")).to_have_count(4)  # waiting, prefill, decode, offloaded
@@ -130,10 +158,10 @@ def test_live_requests_are_sorted_and_opened(page: Page, filled: LiveServer) -> 
     expect(detail).to_contain_text(f"Refused: {HOSTILE}")
     detail.locator("summary").first.click()
     expect(detail).to_contain_text("prompt_tokens = 3")
-    page.wait_for_timeout(1500)  # it is drawn again meanwhile, and stays open
+    with page.expect_response(f"**/live/requests/{RUNS}"):
+        pass  # it is drawn again, and stays open
     expect(detail).to_contain_text("prompt_tokens = 3")
-    detail.get_by_role("button", name="Close").click()
-    expect(detail).to_be_hidden()
+    expect(page.get_by_test_id("what-if")).to_be_hidden()  # it has not ended
 
 
 def test_what_if_is_asked_by_a_button_and_its_answer_is_text(page: Page, filled: LiveServer) -> None:
@@ -144,13 +172,13 @@ def test_what_if_is_asked_by_a_button_and_its_answer_is_text(page: Page, filled:
         route.fulfill(json={"text": f"With preset=fcfs it would have taken 4.12 s. {HOSTILE}"})
 
     page.route("**/what-if?*", answer)
-    visit(page, filled, "/dashboard/requests")
-    page.get_by_test_id("live").locator("tbody tr button").first.click()
+    filled.backend.traces = [dataclasses.replace(trace(), ended=True)]
+    visit(page, filled, f"/dashboard/requests/{RUNS}")
     form = page.get_by_test_id("what-if")
     form.get_by_role("button").click()
-    expect(page.get_by_test_id("what-if-answer")).to_contain_text("Fill in at least one")
+    expect(page.get_by_test_id("what-if-answer")).to_contain_text("Change at least one")
     assert not asked
-    form.get_by_label("Preset").fill("fcfs")
+    form.get_by_label("Preset").select_option("fcfs")
     form.get_by_label("Replicas").fill("3")
     form.get_by_role("button").click()
     expect(page.get_by_test_id("what-if-answer")).to_contain_text(f"4.12 s. {HOSTILE}")
@@ -180,8 +208,8 @@ def test_no_number_is_cut_and_every_point_is_seen(page: Page, filled: LiveServer
     filled.backend.on_replicas = LiveView((dataclasses.replace(replica, curve=curve),))
     page.set_viewport_size({"width": 400, "height": 900})
     visit(page, filled, "/dashboard/requests")
-    for name, column, text in (("live", "Prompt", "12"), ("ended", "Output, tokens", "20")):
-        cell = page.get_by_test_id(name).locator(f'tbody tr:nth-child(2) td[data-label="{column}"]')
+    for column, text in (("Prompt", "12"), ("Output of forecast", "30 of 40")):
+        cell = page.get_by_test_id("requests").locator(f'tbody tr[data-id="{RUNS}/0"] td[data-label="{column}"]')
         expect(cell).to_have_text(text)
         box = cell.bounding_box()
         assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 400
@@ -190,7 +218,7 @@ def test_no_number_is_cut_and_every_point_is_seen(page: Page, filled: LiveServer
     visit(page, filled, "/dashboard")
     expect(page.get_by_test_id("chart-ttft").locator("canvas")).to_have_count(1)
     drawn = "charts.find((each) => each.host.closest('[data-testid=chart-ttft]')).plot"
-    assert page.evaluate(f"lonePoints({drawn}, 1, false)") == [30]
+    assert page.evaluate(f"shownPoints({drawn}, 1, false)") == [30]
     assert page.evaluate(f"{drawn}.series[1]._paths !== null")
     assert page.evaluate("[whole(-0.3), amount(-1e-13), counted(1, 'token'), counted(2, 'token')]") == [
         *("0", "0", "1 token", "2 tokens")
@@ -208,24 +236,6 @@ def test_the_page_of_forecasts_says_what_makes_them(page: Page, filled: LiveServ
     expect(page.get_by_test_id("no-forecasts")).to_have_text(f"Preset fcfs makes none. {HOSTILE}")
 
 
-def test_playground(page: Page, filled: LiveServer) -> None:
-    visit(page, filled, "/play")
-    expect(page.get_by_test_id("model")).to_contain_text("tiny")
-    expect(page.get_by_test_id("examples").get_by_role("button")).not_to_have_count(0)
-    page.get_by_test_id("kind").select_option("completion")
-    page.get_by_test_id("prompt").fill("hello")
-    page.get_by_test_id("max-tokens").fill("8")
-    page.get_by_test_id("prompt").press("Control+Enter")
-    expect(page.get_by_test_id("answer")).to_have_text("Hello!")
-    expect(page.get_by_test_id("numbers")).to_contain_text("output tokens, first after")
-    expect(page.get_by_test_id("timing").locator("rect")).not_to_have_count(0)
-    assert filled.backend.num_completed == 1
-    page.get_by_test_id("many").click()
-    expect(page.get_by_test_id("runs-note")).to_contain_text("mean")
-    expect(page.get_by_test_id("runs").locator(".run")).to_have_count(20)
-    assert filled.backend.num_completed == 21
-
-
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
 def test_no_page_is_wider_than_its_window(browser: Browser, filled: LiveServer, scheme: str, tmp_path: Path) -> None:
     errors: list[str] = []
@@ -233,7 +243,7 @@ def test_no_page_is_wider_than_its_window(browser: Browser, filled: LiveServer, 
     tab.set_default_timeout(1000 * LONG_S)
     tab.on("pageerror", lambda error: errors.append(str(error)))
     for address, name in PAGES.items():
-        visit(tab, filled, address)
+        visit(tab, filled, address.format(response_id=RUNS))
         for width in WIDTHS:
             tab.set_viewport_size({"width": width, "height": 900})
             expect_width(tab, width)
@@ -248,12 +258,12 @@ def test_no_page_is_wider_than_its_window(browser: Browser, filled: LiveServer, 
     "address",
     [
         each if each == "/dashboard/requests" else pytest.param(each, marks=pytest.mark.nightly)
-        for each in PAGES
-        if each not in ("/dashboard", "/play")
+        for each, name in PAGES.items()
+        if name not in ("dashboard", "chat")
     ],
 )
 def test_a_stopped_service_is_red_on_every_page(page: Page, filled: LiveServer, address: str) -> None:
-    visit(page, filled, address)
+    visit(page, filled, address.format(response_id=RUNS))
     pill = page.get_by_test_id("health")
     expect(pill).to_have_attribute("data-level", "ok")
     stop_clock(page)

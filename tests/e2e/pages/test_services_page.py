@@ -112,8 +112,8 @@ def test_a_day_is_asked_for_by_a_button(page: Page, filled: LiveServer) -> None:
     visit(page, filled, "/dashboard/services#ModelWorker")
     expect(page.get_by_test_id("chart-queue")).to_contain_text("worker-1")
     with page.expect_request(re.compile(r"live\?.*components.*step=minute")):
-        page.get_by_test_id("range-minute").click()
-    expect(page.get_by_test_id("range-minute")).to_have_attribute("aria-pressed", "true")
+        page.get_by_test_id("range-86400").click()
+    expect(page.get_by_test_id("range-86400")).to_have_attribute("aria-pressed", "true")
     expect(page.get_by_test_id("chart-queue")).to_contain_text("worker-1")
 
 

@@ -7,12 +7,10 @@ import pickle
 import pytest
 
 from farsight.policies.interfaces import Job
-from lab.reproduce.conditions.table import conditions
+from lab.reproduce.conditions import conditions
 from lab.reproduce.magnus_systems import InGroups, Stalling, case_study_latency
-from lab.reproduce.past_future_runs import aggressive, requests, serve
 from lab.reproduce.register import REPRODUCTIONS
 from lab.reproduce.rows import Figure, near
-from tests.lab.reproduce.test_past_future import SMALL
 
 
 def measured(condition: float, seed: int) -> dict[str, float]:
@@ -52,10 +50,3 @@ def test_padding_makes_context_dearer() -> None:
     plain, padded = Stalling(case_study_latency()), Stalling(case_study_latency(), padding=3.0)
     assert padded.step_s(0, 7, 1000) == plain.step_s(0, 7, 3000) > plain.step_s(0, 7, 1000)
     assert padded.decode_run_s(7, 1000, 5) == plain.decode_run_s(7, 3000, 5)
-
-
-def test_memory_required_is_told_over_admissions_and_over_all_steps() -> None:
-    arrivals = requests(SMALL, 120)
-    seldom, often = (serve(arrivals, aggressive(0.9), capacity=1500, every_step=each) for each in (False, True))
-    assert seldom.numbers()[::3] == often.numbers()[::3], "the same decisions"
-    assert often.future_by_point > often.future_required > often.current_memory - 5

@@ -82,6 +82,17 @@ def test_a_swapped_request_waits_for_its_copies_and_computes_nothing_twice() -> 
     assert records["b"].finished_at == pytest.approx(3.8 + 0.6 + 3 + 0.6 + 3)
 
 
+@pytest.mark.parametrize(("copies_block", "ends_at"), [(False, 7.4 + 1.2), (True, 7.4 + 0.6 + 1.2)])
+def test_a_step_waits_for_copies_only_where_nothing_overlaps(copies_block: bool, ends_at: float) -> None:
+    """As before; c comes while a computes its last token, and b's KV comes back from 7.4 to 8.0."""
+    latency = LinearLatency(PLAIN.cost, kv_bytes=1, copy_bandwidth=10)
+    shape = ReplicaShape(12, block_size=1, num_host_blocks=20, copies_block=copies_block)
+    arrivals = [SimRequest("a", 0.0, 4, 6, 6), SimRequest("b", 0.0, 4, 6, 6), SimRequest("c", 7.0, 2, 1, 1)]
+    records = by_id(fleet(shape, latency, kv="swap-newest").run(arrivals).done)
+    assert records["a"].finished_at == pytest.approx(7.4)
+    assert records["c"].finished_at == pytest.approx(ends_at)
+
+
 def test_with_one_place_or_client_requests_follow_each_other() -> None:
     one_place = fleet(ReplicaShape(100, max_num_seqs=1)).run([SimRequest(name, 0.0, 10, 3, 10) for name in "abc"])
     assert [record.finished_at for record in one_place.done] == pytest.approx([4.0, 8.0, 12.0])

@@ -74,6 +74,7 @@ class Driver:
     def _commit(self, batch: StepBatch) -> None:
         for item in batch.items:
             self.computed[item.request_id] += item.num_tokens
+            self.sequences[item.request_id].computed_len = self.computed[item.request_id]
 
     def remaining(self, name: str) -> int:
         return len(self.sequences[name].token_ids) - self.computed[name]

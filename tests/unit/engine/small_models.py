@@ -108,11 +108,15 @@ def randomize(model: PreTrainedModel) -> None:
             parameter.normal_(1.0, 0.2)  # ones would hide a norm that forgets its weight
         elif "layers" in name or ".h." in name or name.endswith("bias"):
             parameter.normal_(0, 0.15)
+        elif "per_layer" in name:
+            parameter.normal_(0, 0.3)
         elif "embed_positions" in name or name.endswith("wpe.weight"):
             parameter.normal_(0, 0.5)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(0, 0.15)
+        elif name.endswith("layer_scalar"):
+            buffer.normal_(1.0, 0.2)
     model.get_output_embeddings().weight.normal_(0, 0.5)
 
 

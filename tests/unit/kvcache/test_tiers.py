@@ -8,8 +8,12 @@ import random
 import pytest
 
 from farsight.core.errors import InvalidValueError
-from farsight.core.request import Residency
-from farsight.kvcache.tiers import HOUR_S, MOST_SAVED, BlockName, KVIdentity, KVTiers, TierLimits, TierPrices
+from farsight.core.messages.kv import BlockName, KVIdentity
+from farsight.core.messages.plans import Plan, Slot
+from farsight.core.request import Request, Residency, SamplingParams
+from farsight.kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor
+from farsight.kvcache.block_manager import hash_blocks
+from farsight.kvcache.tiers import HOUR_S, MOST_SAVED, KVTiers, TierLimits, TierPrices
 
 DEVICE, HOST, DISK = Residency
 IDENTITY = KVIdentity("llama", "a1", "float32", "full", "1.0", 32, 4096)
@@ -43,9 +47,11 @@ def test_any_difference_is_another_identity(field: str) -> None:
 
 def test_a_block_is_saved_once() -> None:
     tiers = KVTiers(TierLimits(disk_blocks=100))
-    assert save_all(tiers, chain(1, 20)) == [(DEVICE, DISK, MOST_SAVED), (DEVICE, DISK, 4)]
-    assert save_all(tiers, chain(1, 22)) == [(DEVICE, DISK, 2)]
-    assert tiers.counts.disk_saved == 22
+    through = [(DEVICE, HOST), (HOST, DISK)]
+    assert save_all(tiers, chain(1, 20)) == [(*way, num) for num in (MOST_SAVED, 4) for way in through]
+    assert save_all(tiers, chain(1, 22)) == [(*way, 2) for way in through]
+    assert (tiers.counts.disk_saved, len(tiers.host), tiers.tier_of(1)) == (22, 0, DISK)
+    assert {tier for tier, _ in tiers.take_dropped()} == {HOST}
 
 
 def test_blocks_go_to_the_host_first_and_on_to_the_disk() -> None:
@@ -93,7 +99,7 @@ def test_least_recently_used_chains_leave_from_their_ends() -> None:
         save_all(tiers, chain(first, 4))
     save_all(tiers, chain(1, 4))  # used again
     save_all(tiers, chain(21, 5))
-    assert [block.name for _, block in tiers.take_dropped()] == [14, 13, 12]
+    assert [block.name for tier, block in tiers.take_dropped() if tier is DISK] == [14, 13, 12]
     assert tiers.tier_of(11) is DISK
     assert tiers.counts.evicted == 3
 
@@ -157,6 +163,7 @@ def test_a_damaged_block_is_dropped_and_counted() -> None:
     save_all(tiers, chain(1, 4))
     expected = tiers.worth([1, 2, 3, 4], 0, 4, 32)
     assert expected is not None
+    tiers.take_dropped()
     tiers.begin_return([1, 2, 3, 4], expected)
     tiers.returned([1, 2, 3, 4], expected, 2, 1.0)
     assert (tiers.counts.disk_brought, tiers.counts.damaged) == (2, 1)
@@ -191,7 +198,9 @@ def test_bounds_hold_in_any_order_of_events() -> None:
                 save = tiers.next_save(lambda _: rng.random() < 0.8)
                 open_saves += [] if save is None else [save]
             case 2 if open_saves:
-                tiers.saved(open_saves.pop(rng.randrange(len(open_saves))), failed=rng.random() < 0.1)
+                save = open_saves.pop(rng.randrange(len(open_saves)))
+                spoiled = {save.blocks[0].name} if rng.random() < 0.1 else ()
+                tiers.saved(save, failed=rng.random() < 0.1, spoiled=spoiled)
             case 3:
                 wanted = range(first, first + 8)
                 expected = tiers.worth(wanted, 0, 8, 4)
@@ -205,7 +214,195 @@ def test_bounds_hold_in_any_order_of_events() -> None:
             case _:
                 tiers.wait(str(first), [first, first + 1]) if rng.random() < 0.5 else tiers.leave(str(first))
         for _, block in tiers.take_dropped():
-            assert tiers.tier_of(block.name) is not DISK or block.name in tiers.disk
+            assert block.owner in "abc"
         tiers.check_integrity()
         assert max(map(tiers.disk.num_blocks, "abc")) <= 12
     assert tiers.counts.disk_brought and tiers.counts.evicted and tiers.counts.damaged
+
+
+SIZE = 4
+A, B, C = (tuple(range(first, first + 17)) for first in (100, 200, 300))
+ON_DISK = TierLimits(disk_blocks=100)
+
+
+class Machine:
+    """An executor whose tiers hold what a device of names would: every block that comes back is compared."""
+
+    def __init__(self, num_blocks: int = 6, limits: TierLimits = ON_DISK) -> None:
+        self.executor = LeaseExecutor(BlockManager(num_blocks, SIZE, block_bytes=100), BatchLimits(8, 64), "w")
+        self.tiers = KVTiers(limits)
+        self.device: dict[int, int] = {}  # block -> name of what it holds
+        self.below: dict[Residency, dict[int, int]] = {HOST: {}, DISK: {}}
+        self.requests: dict[str, Request] = {}
+        self.open: list[KVCopy] = []
+        self.seq = 0
+        self.num_computed = 0
+        self.executor.share_prefixes(self.hashes)
+        self.executor.keep_tiers(self.tiers)
+
+    def hashes(self, request_id: str, num_blocks: int) -> list[int]:
+        return hash_blocks(self.requests[request_id].prompt_ids + (7,) * 50, SIZE)
+
+    def plan(self, *names: str) -> None:
+        self.seq += 1
+        slots = tuple(Slot(name, 0, 99, 99, False, 0, self.requests[name]) for name in names)
+        self.executor.apply_plan(Plan("w", 0, self.seq, self.executor._report_seq, 0, slots))
+        self.executor.report()
+
+    def ask(self, name: str, prompt: tuple[int, ...], num_output: int = 1, tenant: str = "") -> None:
+        self.requests[name] = Request(name, 0, "i", prompt, SamplingParams(num_output), tenant=tenant)
+
+    def step(self, *, moves: bool = True) -> bool:
+        """Runs a step and, unless moves are held up, ends all copies; returns whether anything has happened."""
+        batch = self.executor.next_batch()
+        for tier, block in self.tiers.take_dropped():
+            self.below[tier].pop(block.name, None)
+        self.open += self.executor.take_copies()
+        if batch is not None:
+            for item in batch.items:
+                self.num_computed += item.num_tokens
+                names = self.hashes(item.request_id, 0)
+                for i in range(item.start // SIZE, len(item.blocks)):
+                    self.device[item.blocks[i]] = names[i]
+            self.executor.commit(batch, duration_s=1.0)
+        ended, self.open = (self.open, []) if moves else ([], self.open)
+        for copy in ended:
+            self.end(copy)
+        self.executor.check_integrity()
+        return batch is not None or bool(ended)
+
+    def end(self, copy: KVCopy, num_good: int | None = None) -> None:
+        names = [block.name for block in copy.names]
+        if copy.to is DEVICE:
+            for name, block, tier in zip(names, copy.target, copy.tiers, strict=True):
+                self.device[block] = self.below[tier][name]
+        elif copy.source:
+            self.below[copy.to].update(zip(names, (self.device[block] for block in copy.source), strict=True))
+        else:
+            self.below[copy.to].update({name: self.below[HOST][name] for name in names})
+        self.executor.complete_copy(copy.copy_id, num_good=num_good, seconds=0.5)
+        self.executor.check_integrity()
+
+    def run(self, name: str, prompt: tuple[int, ...], num_output: int = 1) -> int:
+        """Serves a request alone; returns the tokens computed."""
+        before = self.num_computed
+        self.ask(name, prompt, num_output)
+        self.plan(name)
+        while self.step():
+            self.check()
+        assert not self.executor.holds(name)
+        return self.num_computed - before
+
+    def check(self) -> None:
+        """Everything cached is what its name says."""
+        for tier, index in ((HOST, self.tiers.host), (DISK, self.tiers.disk)):
+            assert all(self.below[tier][block.name] == block.name for block in index.blocks())
+        for name, block in self.executor.blocks._cached.items():
+            assert self.device[block] == name
+
+
+@pytest.mark.parametrize("limits", [ON_DISK, TierLimits(host_blocks=5, disk_blocks=100)])
+def test_a_conversation_that_lost_its_blocks_gets_them_back(limits: TierLimits) -> None:
+    machine = Machine(limits=limits)
+    assert machine.run("a", A) == 17
+    assert machine.run("b", B) == 17  # takes most of the pool
+    assert machine.run("c", C) == 17
+    assert machine.run("a2", A) == 1
+    assert machine.tiers.counts.host_brought + machine.tiers.counts.disk_brought == 4
+    assert machine.executor.prefix_hits == 16
+    assert machine.run("b2", B) == 1
+    assert machine.executor.transfers.num_brought == 32
+
+
+def test_what_is_damaged_is_computed_again_and_saved_again() -> None:
+    machine = Machine()
+    for name, prompt in (("a", A), ("b", B), ("c", C)):
+        machine.run(name, prompt)
+    machine.ask("a2", A)
+    machine.plan("a2")
+    machine.step(moves=False)
+    (copy,) = [each for each in machine.open if each.to is DEVICE]
+    machine.open.remove(copy)
+    machine.end(copy, num_good=2)
+    while machine.step():
+        machine.check()
+    assert machine.num_computed == 3 * 17 + 9
+    assert machine.tiers.counts.damaged == 1
+    assert all(machine.tiers.tier_of(name) is DISK for name in machine.hashes("a", 0)[:4])
+
+
+def test_a_request_that_is_broken_off_while_its_blocks_come_back_leaves_nothing_behind() -> None:
+    machine = Machine()
+    for name, prompt in (("a", A), ("b", B), ("c", C)):
+        machine.run(name, prompt)
+    machine.ask("a2", A)
+    machine.plan("a2")
+    machine.step(moves=False)
+    machine.plan()
+    machine.executor.check_integrity()
+    assert machine.executor.blocks.num_free == 1  # the copy still writes there
+    while machine.step():
+        machine.check()
+    assert machine.executor.blocks.num_free == 6
+    assert machine.run("a3", A) == 1
+
+
+def test_two_requests_of_one_prefix_bring_it_back_once() -> None:
+    machine = Machine(num_blocks=16)
+    for name, prompt in (("a", A), ("b", B * 2), ("c", C * 2)):
+        machine.run(name, prompt)
+    machine.ask("a2", A)
+    machine.ask("a3", (*A, 1, 2))
+    machine.plan("a2", "a3")
+    before = machine.num_computed
+    while machine.step():
+        machine.check()
+    assert machine.num_computed - before == 1 + 3
+    assert machine.tiers.counts.disk_brought <= 4
+
+
+def test_a_block_that_was_overwritten_while_it_was_read_is_not_kept() -> None:
+    machine = Machine()
+    machine.ask("a", A)
+    machine.plan("a")
+    machine.step(moves=False)
+    machine.ask("b", B + C[:7])
+    machine.plan("b")
+    machine.step(moves=False)  # takes all six blocks, while four are still read
+    (copy,) = machine.open
+    machine.open.clear()
+    machine.end(copy)
+    machine.step()
+    assert machine.tiers.counts.unsaved == 4
+    machine.check()
+
+
+def test_a_request_that_shares_nothing_is_not_saved() -> None:
+    machine = Machine()
+    sampling = SamplingParams(1, logprobs=1, prompt_logprobs=True)
+    machine.requests["p"] = Request("p", 0, "i", A, sampling)
+    machine.plan("p")
+    while machine.step():
+        pass
+    assert not machine.below[DISK]
+
+
+def test_random_conversations_come_back_as_they_were() -> None:
+    rng = random.Random(3)
+    machine = Machine(12, TierLimits(host_blocks=8, disk_blocks=40, owner_blocks=30))
+    talks = [tuple(rng.randrange(1000) for _ in range(40)) for _ in range(6)]
+    running: list[str] = []
+    for turn in range(600):
+        running = [name for name in running if machine.executor.holds(name)]
+        if len(running) < 3:
+            name = f"t{turn}"
+            talk = rng.choice(talks)
+            machine.ask(name, talk[: rng.randrange(4, 40)], rng.randrange(1, 4), rng.choice("ab"))
+            running.append(name)
+        if rng.random() < 0.05:
+            running.pop(0)
+        machine.plan(*running)
+        machine.step(moves=rng.random() < 0.5)
+        machine.check()
+    assert machine.tiers.counts.disk_brought > 50
+    assert machine.tiers.counts.host_brought > 30

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from farsight.core.forecast import QUANTILES, Forecast
+from farsight.core.key_sums import NUM_PARTS, KeySums
 from farsight.core.messages.plans import FinishedSequence, WorkerReady
-from farsight.core.messages.requests import OpenRequest
+from farsight.core.messages.requests import Key, OpenRequest
 from farsight.core.request import Request, SamplingParams, SequenceStatus
 from farsight.policies.fleet.events import (
     GlobalEvent,
@@ -17,6 +18,8 @@ from farsight.policies.fleet.events import (
 from farsight.policies.fleet.scheduler import GlobalScheduler
 from farsight.policies.placement.base import LeastWork, Placement
 from farsight.policies.replica.events import RequestsArrived
+
+ALL_PARTS = tuple(range(NUM_PARTS))
 
 
 def request(
@@ -69,4 +72,17 @@ def stream(name: str, attempt: int = 0, replica: str = "a", incarnation: str = "
 
 
 def announce(scheduler: GlobalScheduler, *streams: OpenRequest, ingress: str = "i") -> list[GlobalInstruction]:
-    return handle(scheduler, IngressAnnounced(ingress, streams))
+    return handle(scheduler, announcement(*streams, ingress=ingress))
+
+
+def announcement(*streams: OpenRequest, ingress: str = "i") -> IngressAnnounced:
+    """Says which streams are open as an ingress replica does that was asked for all of them."""
+    return IngressAnnounced(ingress, sums(*((each.request_id, each.attempt) for each in streams)), ALL_PARTS, streams)
+
+
+def sums(*keys: Key) -> bytes:
+    """Sums of a set of attempts, packed."""
+    made = KeySums()
+    for key in keys:
+        made.put(*key)
+    return made.packed()

@@ -251,7 +251,7 @@ def test_fits_come_with_growth_and_no_more_once_the_train_set_is_full() -> None:
         learning.observe([PredictionOutcome(number, None, 1.0)])
         learning.learn(0.0, lambda examples: fitted.append(len(examples)) or len(fitted))  # type: ignore[func-returns-value]
         learning.check_integrity()
-    assert fitted == [80, 121, 182, 274]
+    assert fitted == [80, 161, 323]
     assert learning.num_examples == 400 < MAX_EXAMPLES
 
 

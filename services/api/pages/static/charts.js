@@ -7,10 +7,13 @@ const WHOLES = [1, 2, 5].flatMap((step) => Array.from({length: 9}, (_, power) =>
 const charts = [];
 darkness.addEventListener("change", () => charts.forEach((chart) => chart.rebuild()));
 
-// Points without a neighbour, which no line goes through; null where all points are drawn anyway.
-function lonePoints(plot, series, allShown) {
-  const values = plot.data[series];
-  return allShown ? null : [...values.keys()].filter((at) => values[at] != null && values[at - 1] == null && values[at + 1] == null);
+const THIN = 60;  // fewer values than this are drawn as points, too
+
+// The points to draw: all where they are few, else those without a neighbour, which no line goes through.
+function shownPoints(plot, series, allShown) {
+  const values = plot.data[series], there = [...values.keys()].filter((at) => values[at] != null);
+  if (allShown) return null;
+  return there.length < THIN ? there : there.filter((at) => values[at - 1] == null && values[at + 1] == null);
 }
 
 // One chart in `host`. `spec`: {lines: [{label, dash}], show: value -> text, top: least upper end of the y axis,
@@ -18,7 +21,7 @@ function lonePoints(plot, series, allShown) {
 class Chart {
   constructor(host, spec) {
     Object.assign(this, {host, spec, data: [[], ...spec.lines.map(() => [])], plot: null});
-    this.height = spec.height ?? 132;
+    this.height = spec.height ?? 150;
     new ResizeObserver(() => this.resize()).observe(host);
     charts.push(this);
   }
@@ -52,9 +55,170 @@ class Chart {
         {...axis, size: 58, space: 32, values: (u, all) => all.map(spec.show)}],
       series: [{}, ...spec.lines.map((line, index) => ({
         label: line.label, stroke: colour(COLOURS[index % COLOURS.length]), width: 1.6, dash: line.dash, spanGaps: false,
-        paths: line.dots ? () => null : undefined, points: {size: line.dots ? 6 : 4, fill: colour(COLOURS[index % COLOURS.length]), ...(line.dots ? {show: true} : {filter: lonePoints})},
+        paths: line.dots ? () => null : undefined, points: {size: line.dots ? 6 : 5, fill: colour(COLOURS[index % COLOURS.length]), ...(line.dots ? {show: true} : {filter: shownPoints})},
       }))],
       hooks: {setCursor: [(plot) => spec.hover?.(plot.cursor.idx)]},
     }, this.data, this.host);
   }
+}
+
+// The history of the service: asked for in full once and then only for what is new.
+const POINTS = {second: 900, minute: 1440};
+const RANGES = [["5 min", "second", 300], ["15 min", "second", 900], ["3 h", "minute", 10800], ["24 h", "minute", 86400]];
+const MINUTE_TURNS = 8;
+
+// Points with lines by name; `groups` names the objects in an answer that hold lines.
+class History {
+  constructor(step, groups = ["columns", "tenants"]) {
+    this.step = step;
+    this.groups = groups;
+    this.clear();
+  }
+
+  clear() {
+    this.at = [];
+    for (const group of this.groups) this[group] = {};
+  }
+
+  // The question for what is new.
+  get query() {
+    return {step: this.step, after: this.at.length ? this.at[this.at.length - 1] : 0};
+  }
+
+  take(more) {
+    const fresh = more.at.findIndex((at) => !this.at.length || at > this.at[this.at.length - 1]);
+    if (fresh < 0) return;
+    const most = POINTS[this.step];
+    for (const group of this.groups) {
+      const names = new Set([...Object.keys(this[group]), ...Object.keys(more[group])]);
+      for (const name of names) {
+        const before = this[group][name] ?? this.at.map(() => null);
+        const added = more[group][name]?.slice(fresh) ?? more.at.slice(fresh).map(() => null);
+        this[group][name] = [...before, ...added].slice(-most);
+      }
+    }
+    this.at = [...this.at, ...more.at.slice(fresh)].slice(-most);
+  }
+}
+
+// An answer with rows that hold lines, as one with lines named "row, column".
+const flat = ({at, rows}) => ({at, lines: Object.fromEntries(Object.entries(rows).flatMap(([row, lines]) => Object.entries(lines).map(([column, values]) => [JSON.stringify([row, column]), values])))});
+
+const percent = (value) => `${(100 * value).toFixed(0)} %`;
+
+// The buttons that choose how far back charts and figures go; `changed` is called after a change.
+class RangeButtons {
+  constructor(changed) {
+    this.turns = 0;
+    this.choose(1);
+    byId("ranges").append(...RANGES.map(([label], index) => {
+      const button = make("button", "", label);
+      button.type = "button";
+      button.dataset.testid = `range-${RANGES[index][2]}`;
+      button.setAttribute("aria-pressed", String(index === 1));
+      button.addEventListener("click", () => {
+        this.choose(index);
+        [...byId("ranges").children].forEach((other, at) => other.setAttribute("aria-pressed", String(at === index)));
+        changed();
+      });
+      return button;
+    }));
+  }
+
+  choose(index) {
+    [this.label, this.step, this.span_s] = RANGES[index];
+  }
+
+  // Whether the history is to be asked for in this turn: points of minutes are no reason to ask every time.
+  due(history) {
+    return this.step === "second" || !history.at.length || this.turns++ % MINUTE_TURNS === 0;
+  }
+}
+
+// Charts of a table: one for each column, with a line for each row. `table`: () => its history now; `span`: () => seconds;
+// `named`: row -> its label.
+class LineGrid {
+  constructor(host, table, span, named = (row) => row) {
+    Object.assign(this, {host, table, span, named, cards: new Map()});
+  }
+
+  draw(specs) {
+    const {at, lines} = this.table();
+    const found = Object.entries(lines).map(([name, values]) => [...JSON.parse(name), values]);
+    for (const spec of specs) {
+      const own = found.filter(([, column]) => column === spec.column).sort((a, b) => natural(a[0], b[0])).map(([row, , values]) => ({label: this.named(row), values}));
+      this.card(spec).draw(at, own);
+    }
+    for (const [column, card] of this.cards) card.node.hidden = !specs.some((spec) => spec.column === column) || card.empty;
+  }
+
+  card(spec) {
+    if (!this.cards.has(spec.column)) {
+      const card = new ChartCard({...spec, span: this.span});
+      this.cards.set(spec.column, card);
+      this.host.append(card.node);
+    }
+    return this.cards.get(spec.column);
+  }
+}
+
+// A chart with its title, and its lines with their latest values or those under the pointer.
+class ChartCard {
+  constructor(spec) {
+    this.spec = spec;
+    this.plot = make("div", "plot");
+    this.values = make("div", "values");
+    const head = make("h3", "", spec.title);
+    head.title = spec.about;
+    this.node = make("section", "chart", head, this.values, this.plot);
+    this.node.dataset.testid = `chart-${spec.id ?? spec.column}`;
+    this.node.tabIndex = 0;
+    this.names = "";
+    this.lines = [];
+  }
+
+  get empty() {
+    return !this.lines.length;
+  }
+
+  draw(at, lines) {
+    this.lines = lines;
+    if (!lines.length) {
+      if (this.spec.none) setText(this.values, this.spec.none);
+      return;
+    }
+    if (!this.values.children.length) this.values.textContent = "";
+    const names = lines.map((line) => line.label).join("\n");
+    if (names !== this.names) {
+      this.plot.replaceChildren();
+      this.chart?.close();
+      this.chart = new Chart(this.plot, {lines, show: this.spec.show, top: this.spec.top, low: this.spec.low, sync: "cards", span: this.spec.span, hover: (index) => {
+        this.index = index;
+        this.showValues();
+      }});
+      this.names = names;
+    }
+    this.chart.set([at, ...lines.map((line) => line.values)]);
+    this.showValues();
+  }
+
+  showValues() {
+    const pairs = this.lines.map((line) => {
+      const value = this.index === undefined || this.index === null ? line.values.findLast((each) => each !== null) ?? null : line.values[this.index] ?? null;
+      return [line.label, value === null ? "–" : this.spec.show(value)];
+    });
+    showPairs(this.values, pairs);
+    this.node.setAttribute("aria-label", `${this.spec.title}: ${pairs.map((pair) => pair.join(" ")).join(", ")}`);
+  }
+}
+
+// Names with the colours of their lines, and numbers.
+function showPairs(host, pairs) {
+  while (host.children.length > pairs.length) host.lastElementChild.remove();
+  pairs.forEach(([label, text], at) => {
+    if (!host.children[at]) host.append(make("span", `tag tag-${at % COLOURS.length + 1}`, make("i"), make("span"), make("b")));
+    const [, name, number] = host.children[at].children;
+    setText(name, label);
+    setText(number, text);
+  });
 }

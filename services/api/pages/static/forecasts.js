@@ -39,7 +39,7 @@ const RATIOS = [
   {id: "ended", title: "Forecasts that ended, a minute", about: "Requests with a forecast that ended.", show: amount, top: 1, lines: [{label: "requests", over: null}]},
 ];
 const histories = {second: new History("second"), minute: new History("minute")};
-const cards = RATIOS.map((spec) => new ChartCard({...spec, none: "No request with a forecast has ended yet."}));
+const cards = RATIOS.map((spec) => new ChartCard({...spec, span: () => ranges.span_s, none: "No request with a forecast has ended yet."}));
 byId("charts").append(...cards.map((card) => card.node));
 
 // Sums over the window that ends at each point.
@@ -53,14 +53,14 @@ function moving(values, size) {
 }
 
 function drawRatios() {
-  const history = histories[ranges.value], size = WINDOWS[ranges.value];
+  const history = histories[ranges.step], size = WINDOWS[ranges.step];
   const num = moving(history.columns.forecast_num_requests ?? [], size);
   const any = num.some((each) => each > 1e-9);
-  setText(byId("window"), `Over the last ${ranges.value === "second" ? "minute" : "15 minutes"} before each point.`);
+  setText(byId("window"), `Over the last ${ranges.step === "second" ? "minute" : "15 minutes"} before each point.`);
   for (const card of cards) {
     const lines = card.spec.lines.map(({label, over}) => {
       const sums = over === null ? num : moving(history.columns[`forecast_${over}`] ?? [], size);
-      return {label, values: sums.map((sum, at) => num[at] > 1e-9 ? (over === null ? sum * (ranges.value === "second" ? 1 : 60 / size) : sum / num[at]) : over === null ? 0 : null)};
+      return {label, values: sums.map((sum, at) => num[at] > 1e-9 ? (over === null ? sum * (ranges.step === "second" ? 1 : 60 / size) : sum / num[at]) : over === null ? 0 : null)};
     });
     card.draw(history.at, any ? lines : []);
   }
@@ -72,7 +72,7 @@ const ranges = new RangeButtons(() => {
 });
 const askAgain = follow({
   series: (more) => {
-    histories[ranges.value].take(more);
+    histories[ranges.step].take(more);
     drawRatios();
   },
   requests: takeEnded,
@@ -82,4 +82,4 @@ const askAgain = follow({
     byId("no-forecasts").hidden = !status.no_forecasts;
     setText(byId("no-forecasts"), status.no_forecasts ?? "");
   },
-}, {query: () => histories[ranges.value].query, wants: (part) => part !== "series" || ranges.due(histories[ranges.value])});
+}, {query: () => histories[ranges.step].query, wants: (part) => part !== "series" || ranges.due(histories[ranges.step])});

@@ -1,11 +1,12 @@
 // What every page shares: the address of the server, text, numbers, the navigation.
 const TIMEOUT_MS = 3000;
 const byId = (id) => document.getElementById(id);
-// Pages are at /dashboard, /dashboard/NAME and /play, perhaps behind another server's path.
-const ROOT = location.pathname.replace(/(dashboard(\/[a-z]+)?|play)\/?$/, "");
-const HERE = location.pathname.slice(ROOT.length).replace(/\/$/, "");
+// Pages are at /, /play, /dashboard and /dashboard/NAME[/ID], perhaps behind another server's path.
+const ROOT = location.pathname.replace(/(dashboard(\/.*)?|play\/?)$/, "");
+const [FOLDER, PAGE, ID = ""] = location.pathname.slice(ROOT.length).split("/").filter(Boolean);
+const HERE = PAGE ? `${FOLDER}/${PAGE}` : FOLDER ?? "play";
 
-for (const link of document.querySelectorAll("nav.pages a")) {
+for (const link of document.querySelectorAll("a[data-page]")) {
   link.setAttribute("href", ROOT + link.dataset.page);
   if (link.dataset.page === HERE) link.setAttribute("aria-current", "page");
 }

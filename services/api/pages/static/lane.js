@@ -85,14 +85,13 @@ function drawExplanation(host, explanation) {
       if (open.has(row.dataset.number)) row.querySelector("details").open = true;
     });
     const left = choice.num_left_out ? [make("p", "note", `Dropped from the trace: ${counted(choice.num_left_out, "decision")}.`)] : [];
-    return [...head, ...drawLane(choice, now_s), ...eta(choice), list, ...left];
+    return [...head, ...drawLane(choice, now_s), list, ...left];
   });
   host.replaceChildren(...parts);
 }
 
-// The predicted end of a request that runs, where the server says one.
-function eta(choice) {
-  const {eta_p50: median, eta_p90: late} = choice;
-  if (typeof median !== "number" || choice.status !== "running") return [];
-  return [make("p", "note", `Predicted to end in ${seconds(median)}${typeof late === "number" ? `, with 90 % probability within ${seconds(late)}` : ""}.`)];
+// When a request that runs will have ended, of the seconds that the server predicts; empty without them.
+function endText(median, late) {
+  if (typeof median !== "number") return "";
+  return `ends in ${seconds(median)}${typeof late === "number" ? ` (9 of 10 times within ${seconds(late)})` : ""}`;
 }

@@ -35,6 +35,7 @@ function removePicture(index) {
 }
 
 function problemOf(file) {
+  if (model === null || !sees()) return `${file.name || "The picture"} was left out: ${model?.id ?? "the model"} reads text alone.`;
   if (!PICTURE_TYPES.includes(file.type)) return `${file.name} is not a PNG, JPEG, WebP or GIF picture.`;
   if (pictures.length >= MAX_PICTURES) return `A request takes ${MAX_PICTURES} pictures; ${file.name} was left out.`;
   const bytes = pictures.reduce((sum, picture) => sum + picture.bytes, file.size);

@@ -93,16 +93,16 @@ const LOADS = [
   {column: "kv_used", title: "KV memory in use", about: "Share of its KV pool.", show: percent, top: 1},
 ];
 const tables = {second: new History("second", ["lines"]), minute: new History("minute", ["lines"])};
-const grid = new LineGrid(byId("loads"), () => tables[ranges.value]);
+const grid = new LineGrid(byId("loads"), () => tables[ranges.step], () => ranges.span_s, (replica) => `replica ${replica}`);
 const ranges = new RangeButtons(() => {
   grid.draw(LOADS);
   askAgain();
 });
 
 function drawLoads(more) {
-  tables[ranges.value].take(flat(more));
+  tables[ranges.step].take(flat(more));
   setText(byId("left-out"), more.num_left_out ? `Not drawn: ${counted(more.num_left_out, "more replica")}.` : "");
   grid.draw(LOADS);
 }
 
-const askAgain = follow({placement: drawView, replicas: drawLoads}, {query: () => tables[ranges.value].query, wants: (part) => part !== "replicas" || ranges.due(tables[ranges.value])});
+const askAgain = follow({placement: drawView, replicas: drawLoads}, {query: () => tables[ranges.step].query, wants: (part) => part !== "replicas" || ranges.due(tables[ranges.step])});

@@ -65,7 +65,7 @@ function drawReplicas(view) {
 }
 
 const history15 = new History("second");
-const span = () => RANGES.second.span_s;
+const span = () => POINTS.second;
 const mebibytes = (bytes) => `${(bytes / 2 ** 20).toFixed(bytes < 1e7 ? 1 : 0)} MiB`;
 const queues = new ChartCard({id: "queues", title: "Places and queue", about: "Requests with a place, and requests that wait, on all replicas.", show: amount, top: 4, span});
 const moved = new ChartCard({id: "moved", title: "Offload traffic a second", about: "Bytes of KV copied between device and host.", show: mebibytes, top: 2 ** 20, span});

@@ -32,7 +32,7 @@ function clearKind(name) {
   kind = name;
   tables = {second: new History("second", ["lines"]), minute: new History("minute", ["lines"])};
   byId("charts").replaceChildren();
-  grid = new LineGrid(byId("charts"), () => tables[ranges.value]);
+  grid = new LineGrid(byId("charts"), () => tables[ranges.step], () => ranges.span_s);
   for (const id of ["lives", "decisions", "events"]) byId(id).replaceChildren();
   setText(byId("kind"), kind);
   setText(byId("about"), Object.hasOwn(ABOUT, kind) ? ABOUT[kind] : "");
@@ -94,9 +94,9 @@ function takeStatus(status) {
 
 // A lane for each component: in which state of health it was when.
 function drawLives() {
-  const {at, lines} = tables[ranges.value];
+  const {at, lines} = tables[ranges.step];
   if (!at.length) return;
-  const span = RANGES[ranges.value].span_s, end = at[at.length - 1];
+  const span = ranges.span_s, end = at[at.length - 1];
   const found = Object.entries(lines).map(([name, values]) => [...JSON.parse(name), values]).filter(([, column]) => column === "health");
   byId("lives").replaceChildren(...found.sort((a, b) => natural(a[0], b[0])).flatMap(([name, , values]) => {
     const label = make("span", "name", name);
@@ -113,7 +113,7 @@ function laneOf(name, at, values, from, end) {
   for (let first = 0, index = 1; index <= at.length; index++) {
     if (index < at.length && values[index] === values[first]) continue;
     const level = HEALTH_CLASSES[values[first]];
-    if (level) {
+    if (level && at[index - 1] > from) {
       const began = first ? at[first - 1] : at[0] - 1, till = at[index - 1];
       const part = document.createElementNS("http://www.w3.org/2000/svg", "rect");
       const left = Math.max(0, x(began));
@@ -142,7 +142,7 @@ function drawList(id, empty, rows) {
 }
 
 function takeHistory(more) {
-  const table = tables[ranges.value];
+  const table = tables[ranges.step];
   table.take(flat(more));
   const columns = [...new Set(Object.keys(table.lines).map((name) => JSON.parse(name)[1]))];
   grid.draw(columns.map(specOf).filter(Boolean));
@@ -158,15 +158,15 @@ const ranges = new RangeButtons(() => {
 });
 
 function takeRange() {
-  const table = tables[ranges.value];
+  const table = tables[ranges.step];
   if (!table?.at.length) return;
   grid.draw([...new Set(Object.keys(table.lines).map((name) => JSON.parse(name)[1]))].map(specOf).filter(Boolean));
   drawLives();
 }
 
 const askAgain = follow({status: takeStatus, components: takeHistory}, {
-  query: () => kind ? {kind, ...tables[ranges.value].query} : {},
-  wants: (part) => part !== "components" || (kind !== "" && ranges.due(tables[ranges.value])),
+  query: () => kind ? {kind, ...tables[ranges.step].query} : {},
+  wants: (part) => part !== "components" || (kind !== "" && ranges.due(tables[ranges.step])),
 });
 addEventListener("hashchange", () => {
   drawKinds(components);

@@ -160,6 +160,21 @@ def test_memory_is_bounded_however_long_it_runs() -> None:
     assert len(COLUMNS) * 4 * (SECONDS + MINUTES) < stored
 
 
+def test_the_first_tokens_of_a_span_are_counted_once_in_whole_minutes() -> None:
+    """Of 61 minutes with a first token each, of which the first twenty are slow."""
+    series, tally = ServiceSeries(), TrafficTally()
+    series.report(tally.counts("a"), NOW)
+    for minute in range(61):
+        tally.first_token(8.0 if minute < 20 else 1.0, 1)
+        series.report(tally.counts("a"), NOW + 60.0 * minute + 1)
+        series.tick(Instant(gpu_s={"0": 0.5 * minute}), NOW + 60.0 * minute + 2)
+    assert series.since(SECOND).ttft_s == ()
+    assert series.since(SeriesQuery(span_s=120.0)).ttft_s == pytest.approx((1.0, 1.0, 1.0), rel=0.1)
+    assert series.since(SeriesQuery(span_s=86_400.0)).ttft_s == pytest.approx((1.0, 8.0, 8.0), rel=0.1)
+    assert ServiceSeries().since(SeriesQuery(span_s=60.0)).ttft_s == (None, None, None)
+    assert column(series.since(SECOND), "gpu_s")[-1] == pytest.approx(0.5 / 60, rel=1e-3)
+
+
 def test_cost_of_tenants_and_their_refusals() -> None:
     series = ServiceSeries()
     series.tick(Instant(tenants=(usage("a", 5.0, rejected=7),)), NOW)

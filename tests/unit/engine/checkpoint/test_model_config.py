@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from farsight.core.errors import ConfigError, InvalidValueError
-from farsight.engine.checkpoint.architectures import ARCHITECTURES
 from farsight.engine.checkpoint.check import check_checkpoint
 from farsight.engine.checkpoint.config_fields import UnsupportedModelError
+from farsight.engine.checkpoint.families import ARCHITECTURES
 from farsight.engine.checkpoint.model_config import (
     DecoderConfig,
     load_model_config,

@@ -45,6 +45,25 @@ def _routed(count: int, active: int, shared: int, size: int, **fields: Any) -> d
     return routed | {"moe_intermediate_size": size, **fields}
 
 
+def _hybrid(name: str, kinds: str, **fields: Any) -> dict[str, Any]:
+    """Layers by their letters: ``a`` has attention, any other what the family has in its place."""
+    other = "conv" if name.startswith("Lfm") else "linear_attention"
+    types = [FULL if kind == "a" else other for kind in kinds]
+    return _grouped(name, num_hidden_layers=len(kinds), layer_types=types, **fields)
+
+
+def _delta(name: str, kinds: str, **fields: Any) -> dict[str, Any]:
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
+    return _hybrid(name, kinds, head_dim=32, linear_value_head_dim=20, **heads, **fields)
+
+
+GEMMA4: dict[str, Any] = {
+    **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 17, "final_logit_softcapping": 7.0},
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 500.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 IN_GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "num_hidden_layers": 3, "first_k_dense_replace": 1}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -118,5 +137,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     "granite moe": _grouped("GraniteMoe", num_local_experts=6, num_experts_per_tok=3, **SCALED),
+    "olmo3": _grouped("Olmo3", sliding_window=19, **SLIDING_TWICE)
+    | {"rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 500.0}}},
+    "ministral3": _grouped("Ministral3", head_dim=32, rope_parameters={**YARN, "llama_4_scaling_beta": 0.3})
+    | {"max_position_embeddings": 128},
+    "ernie 4.5": _grouped("Ernie4_5", head_dim=24),
+    "ernie 4.5 moe": _grouped("Ernie4_5_Moe", num_hidden_layers=3, moe_num_experts=6, moe_k=3)
+    | {"moe_intermediate_size": 24, "moe_num_shared_experts": 2},
+    "glm4 moe": _grouped("Glm4Moe", head_dim=32, use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5)
+    | _routed(8, 3, 1, 24, **IN_GROUPS, norm_topk_prob=True, routed_scaling_factor=1.5),
+    "gemma4": _grouped("Gemma4", **GEMMA4, **SLIDING_TWICE, num_key_value_heads=2, hidden_size_per_layer_input=0)
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4 e": _grouped("Gemma4", **GEMMA4, num_hidden_layers=5, layer_types=[SLIDING, FULL, SLIDING, SLIDING, FULL])
+    | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12}
+    | {"vocab_size_per_layer_input": 320},
+    "gemma4 moe": _grouped("Gemma4", **GEMMA4, enable_moe_block=True, num_experts=6, top_k_experts=2)
+    | {"moe_intermediate_size": 24, "hidden_size_per_layer_input": 0},
+    "gemma4 unified": _grouped("Gemma4Unified", **GEMMA4),
+    "lfm2": _hybrid("Lfm2", "cac", block_auto_adjust_ff_dim=False, conv_bias=True),
+    "lfm2 wide": _hybrid("Lfm2", "cca", conv_L_cache=5, block_multiple_of=16),
+    "lfm2 moe": _hybrid("Lfm2Moe", "cac", num_dense_layers=1, **_experts(6, 3, 24), routed_scaling_factor=1.5),
+    "qwen3.5": _delta("Qwen3_5", "dad"),
+    "qwen3.5 moe": _delta("Qwen3_5Moe", "dda", **_experts(6, 3, 24), shared_expert_intermediate_size=40),
+    "qwen3 next": _delta("Qwen3Next", "dad", **_experts(6, 3, 24), shared_expert_intermediate_size=40)
+    | {"decoder_sparse_step": 2},
 }
 """Arguments of ``save_model`` by name; the reference is the class of that name in transformers."""
+
+HYBRIDS = [name for name in FAMILIES if name.startswith(("lfm2", "qwen3.5", "qwen3 next"))]
+"""Families with states beside keys and values."""
+
+UNEVEN = [*HYBRIDS, *(name for name in FAMILIES if name.startswith("gemma4"))]
+"""Families whose layers differ in shape, which one rank of processors computes."""

@@ -24,7 +24,6 @@ from farsight.policies.fleet.events import (
     GlobalEvent,
     GlobalInstruction,
     HistoryLearned,
-    IngressAnnounced,
     IngressLost,
     KeysUnknown,
     PlaceRequests,
@@ -42,7 +41,7 @@ from farsight.policies.presets import PRESETS
 from farsight.policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
 from farsight.policies.settings import BatchSettings
 from tests.unit.policies.batch_jobs import seeds
-from tests.unit.policies.global_table import forecast, request, stream
+from tests.unit.policies.global_table import announcement, forecast, request, stream
 
 BATCH_PRESETS = [name for name, preset in PRESETS.items() if preset.mode == "batch"]
 
@@ -82,7 +81,7 @@ class House:
         return self.tell(RequestsEnded(tuple(FinishedSequence(*key, stopped, output_len) for key in keys)))
 
     def announce(self, *streams: OpenRequest, ingress: str = "i") -> list[GlobalInstruction]:
-        return self.tell(IngressAnnounced(ingress, streams))
+        return self.tell(announcement(*streams, ingress=ingress))
 
 
 def test_what_comes_waits_until_a_replica_has_nothing_to_do() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from farsight.core.forecast import ForecastMade
+from farsight.core.key_sums import part_of
 from farsight.core.messages.requests import Demand, Key, OpenRequest, Placed
 from farsight.core.request import Request, SamplingParams
 from farsight.policies.fleet.events import (
     AbortOnReplica,
+    AskIngress,
     AskReplica,
     GlobalEvent,
     GlobalInstruction,
     HistoryLearned,
+    IngressAnnounced,
     IngressLost,
     KeysUnknown,
     PlaceRequests,
@@ -24,11 +28,13 @@ from farsight.policies.fleet.events import (
     ReplicaUp,
     ReportLost,
 )
-from farsight.policies.fleet.request_table import FleetReplica
+from farsight.policies.fleet.fleet_replica import Entry, FleetReplica
 from farsight.policies.fleet.scheduler import GlobalScheduler
 from farsight.policies.placement.base import Choice, LeastWork, LoadChoice, ReplicaLoad, RoundRobin
 from farsight.policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
+from tests.opcodes import num_opcodes
 from tests.unit.policies.global_table import (
+    ALL_PARTS,
     announce,
     arrive,
     end,
@@ -39,6 +45,7 @@ from tests.unit.policies.global_table import (
     request,
     router,
     stream,
+    sums,
 )
 
 
@@ -298,11 +305,11 @@ def test_what_only_our_own_engine_can_say_is_not_asked_of_other_servers() -> Non
 
 
 def test_an_empty_replica_has_exactly_no_work() -> None:
-    replica = FleetReplica(ReplicaLoad("a", 0, 0.0))
+    replica, entry = FleetReplica(ReplicaLoad("a", 0, 0.0)), Entry(0, "i", "a", "w1")
     for name, work_tokens in (("x", 0.1), ("y", 0.2), ("z", 0.3)):
-        replica.enter(name, work_tokens)
+        replica.enter(name, entry, work_tokens)
     for name in ("z", "x", "y"):
-        replica.remove(name)
+        replica.remove(name, entry)
     assert replica.load.num_requests == 0
     assert f"{replica.load.work_tokens}" == "0.0"  # neither a rounding error nor -0.0
 
@@ -392,3 +399,34 @@ def test_a_lost_ingress_replica_takes_its_requests_with_it() -> None:
     arrive(waiting, request("r0"), request("r1", ingress="j"))
     assert handle(waiting, IngressLost("i")) == []
     assert placements(handle(waiting, ReplicaUp("a", ready()))) == {"a": ["r1"]}
+
+
+def test_streams_are_asked_for_where_their_sums_differ() -> None:
+    scheduler = router(RoundRobin())
+    arrive(scheduler, request("r0"), request("r1"))
+    asked = IngressAnnounced("i", sums(("r0", 0), ("r1", 1)))
+    assert handle(scheduler, asked) == [AskIngress("i", (part_of("r1"),))]
+    listed = replace(asked, listed=(part_of("r1"),), open=(stream("r1", 1, "", ""),))
+    assert handle(scheduler, listed) == [ReportLost("i", (("r1", 1),))], "its parts are not asked for again"
+    assert handle(scheduler, IngressAnnounced("i", b"")) == [AskIngress("i", ALL_PARTS)], "sums of another version"
+
+
+def test_a_replica_is_asked_about_what_its_sums_do_not_hold() -> None:
+    scheduler = router(RoundRobin())
+    arrive(scheduler, request("r0"), request("r1"), request("r2"))
+    assert handle(scheduler, ReplicaUp("a", ready(), sums=sums(("r0", 0), ("r2", 0)))) == []
+    assert handle(scheduler, ReplicaUp("a", ready(), sums=sums(("r0", 0)))) == [AskReplica("a", (("r2", 0),))]
+    assert handle(scheduler, ReplicaUp("b", ready(), sums=sums())) == [AskReplica("b", (("r1", 0),))]
+
+
+def test_what_is_repeated_costs_the_same_at_a_hundred_requests_and_at_ten_thousand() -> None:
+    costs = []
+    for count in (100, 10_000):
+        scheduler, keys = router(replicas="a"), [(str(number), 0) for number in range(count)]
+        scheduler.handle(RequestsArrived(tuple(request(name, prompt=1) for name, _ in keys)), 0.0)
+        same = sums(*keys)
+        repeated: tuple[GlobalEvent, ...] = (IngressAnnounced("i", same), ReplicaUp("a", ready(), sums=same))
+        assert [scheduler.handle(each, 0.0) for each in repeated] == [[], []]
+        costs.append([num_opcodes(partial(scheduler.handle, each, 0.0)) for each in repeated])
+        costs[-1].append(num_opcodes(scheduler.demand))
+    assert costs[0] == costs[1]

@@ -269,7 +269,7 @@ def forecast(mean: float) -> Forecast:
 
 def end(number: int, output_len: int = 2) -> RequestEnded:
     finished = FinishedSequence(f"r-{number}", 0, SequenceStatus.FINISHED_STOPPED, output_len)
-    return RequestEnded(finished, 1.0, 3.5, forecast(4.0))
+    return RequestEnded(finished, 1.0, 3.5, forecast(4.0), first_token_at=2.25)
 
 
 @pytest.mark.parametrize("preset", CONTINUOUS)
@@ -342,7 +342,7 @@ def test_the_last_that_ended_are_kept() -> None:
     view = view_of(h)
     for number in range(3 * MAX_ENDED):
         view.ended(end(number))
-        view.closed(AccountClosed(f"r-{number}", 0, Origin(f"cmpl-{number}", 1), b"", b"", 0))
+        view.closed(AccountClosed(f"r-{number}", 0, Origin(f"cmpl-{number}", 1), b"", b"", 0, "acme", 7))
     ended = view.of(h.now, 1).ended
     assert len(ended) == MAX_ENDED
     for number in range(3 * MAX_ENDED):
@@ -351,6 +351,7 @@ def test_the_last_that_ended_are_kept() -> None:
     newest = ended[0]
     assert (newest.response_id, newest.choice, newest.reason) == (f"cmpl-{3 * MAX_ENDED - 1}", 1, "stop")
     assert (newest.output_len, newest.predicted_len, newest.took_s, newest.ago_s) == (2, 4.0, 2.5, h.now - 3.5)
+    assert (newest.tenant, newest.prompt_len, newest.ttft_s) == ("acme", 7, 1.25)
 
 
 def test_a_request_whose_client_left_is_among_those_that_ended() -> None:

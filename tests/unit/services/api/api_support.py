@@ -118,7 +118,7 @@ class ScriptedBackend:
         self.num_opened = 0
         self.num_closed = 0
         self.num_completed = 0
-        self._script = script
+        self.script = script
 
     async def stream(
         self, request: Request, text: PromptText | None = None, key: str = ""
@@ -133,7 +133,7 @@ class ScriptedBackend:
         self.keys.append(key)
         self.num_opened += 1
         try:
-            for step in self._script(request.prompt_ids) if callable(self._script) else self._script:
+            for step in self.script(request.prompt_ids) if callable(self.script) else self.script:
                 if isinstance(step, Exception):
                     raise step
                 if isinstance(step, TokenDelta):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from farsight.core.errors import CapacityError, InvalidValueError
 from farsight.core.request import FLEX, NO_SLO, Fault, SamplingParams, Slo
+from farsight.services.api.app import build_app
 from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import (
     CHATML,
@@ -266,7 +268,7 @@ async def test_stream_that_ends_without_a_reason(connect: Any) -> None:
 
 async def test_models(client: Client, backend: ScriptedBackend) -> None:
     card = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "farsight", "max_model_len": 64}
-    card |= {"emulated": None, "root": None}
+    card |= {"emulated": None, "preset": None, "input_modalities": ["text"], "root": None}
     assert (await client.get("/v1/models")).json() == {"object": "list", "data": [card]}
     assert (await client.get(f"/v1/models/{MODEL}")).json() == card
     missing = await client.get("/v1/models/other")
@@ -296,12 +298,13 @@ async def test_status(client: Client, backend: ScriptedBackend) -> None:
     status = {"actors": [row], "kv": kv | {"recomputed_tokens": 9}, "queue_delay_s": 1.25}
     learned |= {"num_examples": 4000, "current": True}
     status |= {key: [learned] for key in ("learned", "learnt")} | {"emulated": None, "no_forecasts": None}
-    status |= {"processes": []}
+    status |= {"processes": [], "preset": None}
     assert (await client.get("/status")).json() == status
-    said: dict[str, Any] = {"emulated": "a100-7b", "no_forecasts": "Preset fcfs makes none."}
+    said: dict[str, Any] = {"emulated": "a100-7b", "no_forecasts": "Preset fcfs makes none.", "preset": "fcfs"}
     backend.model = dataclasses.replace(backend.model, **said)
     assert (await client.get("/status")).json() == status | said
-    assert (await client.get(f"/v1/models/{MODEL}")).json()["emulated"] == "a100-7b"
+    card = (await client.get(f"/v1/models/{MODEL}")).json()
+    assert (card["emulated"], card["preset"]) == ("a100-7b", "fcfs")
 
 
 async def test_openapi_tells_the_truth(client: Client) -> None:
@@ -397,11 +400,16 @@ async def test_version_and_load(client: Client) -> None:
     assert (await client.get("/load")).json() == {"server_load": 0}
 
 
-async def test_the_home_page_links_what_there_is(client: Client) -> None:
+async def test_the_home_page_is_the_chat_and_links_what_there_is(
+    client: Client, backend: ScriptedBackend, encoder: PromptEncoder
+) -> None:
     page = await client.get("/")
-    assert page.status_code == 200 and "script-src 'none'" in page.headers["content-security-policy"]
-    assert 'href="dashboard"' in page.text and 'href="play"' in page.text and 'href="docs"' in page.text
-    assert "http://" not in page.text and "https://" not in page.text
+    assert page.status_code == 200 and page.text == (await client.get("/play")).text
+    links = re.compile(r'data-page="([a-z/]*)"')
+    assert {"play", "dashboard", "dashboard/requests", "docs"} <= set(links.findall(page.text))
+    async with client_on(build_app(backend, encoder)) as alone:  # without operators
+        assert set(links.findall((await alone.get("/")).text)) == {"", "play", "docs"}
+        assert (await alone.get("/dashboard")).status_code == 404
 
 
 async def test_slashes_head_and_options(client: Client) -> None:

@@ -86,6 +86,28 @@ async def test_the_owner_is_told_what_would_have_been_of_that_request_alone(
     assert same["jct_s"] == same["logged_jct_s"] and same["text"].endswith("about the same.")
 
 
+async def test_an_operator_is_told_of_the_latest_requests_together(
+    http: Client, backend: ScriptedBackend, window: LoggedWindow
+) -> None:
+    backend.logged = window
+    body = (await http.get("/live/what-if", params={"replicas": 3})).json()
+    logged, changed = body["logged"], body["changed"]
+    assert (body["if"], body["num_requests"]) == ("replicas=3", len(window.records))
+    mean_s = sum(each.jct_s for each in window.records) / len(window.records)
+    assert logged["jct_s"] == pytest.approx(mean_s, abs=1e-3)
+    assert changed["jct_s"] < logged["jct_s"] and changed["ttft_s"] < logged["ttft_s"]
+    assert logged["jct_p99_s"] > 2 * logged["jct_s"]
+    assert body["text"].startswith("With replicas=3 the last 60 requests would have ended after ")
+    same = (await http.get("/live/what-if", params={"preset": "fcfs"})).json()
+    assert same["changed"] == same["logged"] and same["text"].endswith(": about the same.")
+    backend.logged = dataclasses.replace(window, records=())
+    refused = await http.get("/live/what-if", params={"preset": "fcfs"})
+    assert refused.status_code == 503
+    assert "at least one request that has ended" in refused.json()["error"]["message"]
+    for params in ({}, {"preset": "best"}, {"replicas": 65}):
+        assert (await http.get("/live/what-if", params=params)).status_code == 400  # type: ignore[arg-type]
+
+
 async def test_to_others_the_request_does_not_exist(
     http: Client, backend: ScriptedBackend, window: LoggedWindow
 ) -> None:

@@ -23,6 +23,7 @@ from tests.unit.services.api.api_support import (
     client_on,
     delta,
     ok,
+    read_events,
     refusal,
     write_model_dir,
 )
@@ -263,6 +264,80 @@ async def test_text_of_a_schema(client: Client, backend: ScriptedBackend) -> Non
     assert backend.calls[0][1].grammar and strict(answer).text is not None
 
 
+PYTHON = {"type": "custom", "name": "python", "description": "Runs it."}
+OF_LETTERS = {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}
+CODE = 'print("é\\n")'
+CUSTOM_CALL = f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'input': CODE}})}\n</tool_call>"
+
+
+async def test_a_custom_tool_of_a_response(connect: Connect) -> None:
+    backend = ScriptedBackend([*(delta(char) for char in CUSTOM_CALL), delta("", "stop")])
+    body = {**ASK_RESPONSE, "tools": [PYTHON, FUNCTION]}
+    response = strict(await ok(connect(backend), "/v1/responses", **body))
+    [call] = response.output
+    assert (call.type, getattr(call, "name", ""), getattr(call, "input", "")) == ("custom_tool_call", "python", CODE)
+    answer = await connect(backend).post("/v1/responses", json={**body, "stream": True})
+    events = response_events(answer.text)
+    written = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(written) == CODE
+    [done] = [event.input for event in events if event.type == "response.custom_tool_call_input.done"]
+    assert done == CODE and events[-1].response.output[0].input == CODE
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "python", "input": CODE},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+    ]
+    await ok(connect(backend), "/v1/responses", input=items, tools=[PYTHON], max_output_tokens=1)
+    text = backend.texts[-1]
+    assert text is not None and "done" in text.instruction + text.user_input + str(text.source)
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_forced", "says", "lacks"),
+    [
+        ({"type": "custom", "name": "python"}, True, "python", "get_weather"),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "python"}]},
+            True,
+            "python",
+            "get_weather",
+        ),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]},
+            False,
+            "get_weather",
+            "python",
+        ),
+    ],
+)
+async def test_the_tools_that_may_be_called(
+    client: Client, backend: ScriptedBackend, choice: dict[str, Any], is_forced: bool, says: str, lacks: str
+) -> None:
+    tools = [{**PYTHON, "format": OF_LETTERS}, FUNCTION]
+    answer = strict(await ok(client, "/v1/responses", **ASK_RESPONSE, tools=tools, tool_choice=choice))
+    grammar = backend.calls[0][1].grammar
+    assert says in grammar and lacks not in grammar and ("TEXT" in grammar) is not is_forced
+    assert ("a-z" in grammar) == (says == "python"), "the input follows its expression"
+    assert answer.tool_choice is not None and len(answer.tools) == 2
+
+
+async def test_a_custom_tool_of_a_chat(connect: Connect) -> None:
+    custom = {"type": "custom", "custom": {"name": "python", "description": "Runs it."}}
+    call = {"id": "c1", "type": "custom", "custom": {"name": "python", "input": CODE}}
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "c1", "content": "done"}
+    backend = ScriptedBackend([*(delta(char) for char in CUSTOM_CALL), delta("", "stop")])
+    body: dict[str, Any] = {"messages": [*said, result], "tools": [custom]}
+    [choice] = (await ok(connect(backend), "/v1/chat/completions", **body))["choices"]
+    [made] = choice["message"]["tool_calls"]
+    assert made.pop("id") and made == {"type": "custom", "custom": {"name": "python", "input": CODE}}
+    assert choice["finish_reason"] == "tool_calls"
+    answer = await connect(backend).post("/v1/chat/completions", json={**body, "stream": True})
+    deltas = [each["choices"][0]["delta"] for each in read_events(answer.text)]
+    calls = [call for each in deltas for call in each.get("tool_calls", ())]
+    assert calls[0]["custom"]["name"] == "python" and "".join(each["custom"]["input"] for each in calls) == CODE
+
+
 REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
@@ -273,6 +348,16 @@ REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"background": True}, "background"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"tools": [FUNCTION, FUNCTION]}, "each name once"),
+    ({"tools": [PYTHON], "tool_choice": {"type": "function", "name": "python"}}, "tool_choice.function.name"),
+    (
+        {
+            "tools": [PYTHON],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "f"}]},
+        },
+        "tool_choice.allowed_tools.tools[0].custom.name: got 'f', expected one of ['python']",
+    ),
+    ({"tools": [{**PYTHON, "format": {**OF_LETTERS, "syntax": "lark"}}]}, "expected 'regex'"),
+    ({"tools": [{**PYTHON, "format": {**OF_LETTERS, "definition": "("}}], "tool_choice": "required"}, "tools[0]"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
     ({"top_logprobs": 3}, "top_logprobs"),
 ]

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from farsight.core.forecast import QUANTILES, Forecast
-from farsight.core.messages.requests import OpenRequest, Placed, SubmitReply
+from farsight.core.key_sums import NUM_PARTS, KeySums
+from farsight.core.messages.requests import AnnounceReply, OpenRequest, Placed, SubmitReply
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Request, SamplingParams
 from farsight.services.ingress.ledger import ABORT_AGAIN_S, MAX_ATTEMPTS, OpenStream, RequestLedger
@@ -34,6 +35,15 @@ def running(*names: str, replica: str = "a") -> RequestLedger:
     for name in names:
         ledger.submitted(placed(name, replica))
     return ledger
+
+
+def announced(ledger: RequestLedger) -> tuple[OpenRequest, ...]:
+    """All open streams, as the ledger lists them for a Router that asks for all."""
+    ledger.announced(AnnounceReply((), (), (), asked=tuple(range(NUM_PARTS))))
+    assert ledger.is_asked
+    streams = ledger.announce().open
+    assert not ledger.is_asked
+    return streams
 
 
 def receive(ledger: RequestLedger, *deltas: TokenDelta, now: float = 0.0) -> list[TokenDelta]:
@@ -93,12 +103,14 @@ def test_a_request_that_has_lost_too_many_workers_is_given_up() -> None:
 def test_an_announcement_tells_where_an_attempt_is_and_how_much_is_left_of_it() -> None:
     ledger = running("r")
     assert receive(ledger, delta("r", 0, 7, 8))
-    assert ledger.announce().open == (OpenRequest("r", 0, "a", "w1", 10),)
+    assert announced(ledger) == (OpenRequest("r", 0, "a", "w1", 10),)
     assert ledger.replica_of("r") == "a" and ledger.replica_of("s") is None
     ledger.worker_lost("a")
     assert ledger.replica_of("r") == "", "it goes elsewhere"
     assert attempts(ledger) == [("r", 1)]
-    assert ledger.announce().open == (OpenRequest("r", 1, "", "", 8),), "prompt, and the rest of the output"
+    assert announced(ledger) == (OpenRequest("r", 1, "", "", 8),), "prompt, and the rest of the output"
+    told = ledger.announce()
+    assert (told.listed, told.open, told.nowhere) == ((), (), (("r", 1),)), "streams are listed once they are asked for"
 
 
 def test_a_forecast_goes_out_with_its_request_or_after_it() -> None:
@@ -175,3 +187,13 @@ def test_those_who_leave_later_pay_for_forgetting_each_abort_once() -> None:
         costs.append(num_opcodes(lambda name=name: ledger.close(name, 5.0 + ABORT_AGAIN_S)))  # type: ignore[misc]
     assert costs[0] <= 2000 * 40
     assert costs[1] <= 400
+
+
+def test_an_announcement_costs_the_same_at_a_hundred_requests_and_at_ten_thousand() -> None:
+    few, many = (running(*map(str, range(count))) for count in (100, 10_000))
+    assert num_opcodes(few.announce) == num_opcodes(many.announce)
+    assert len(many.announce().sums) == 8 * NUM_PARTS
+    kept = KeySums()
+    for number in range(10_000):
+        kept.put(str(number), 0)
+    assert many.announce().sums == kept.packed()

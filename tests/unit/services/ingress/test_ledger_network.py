@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farsight.core.key_sums import KeySums
 from farsight.core.messages.requests import AnnounceReply, Key, Placed, Refusal, SubmitReply
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Request, SamplingParams
 from farsight.services.ingress.ledger import ABORT_AGAIN_S, OpenStream, RequestLedger
+from tests.unit.services.ingress.test_ledger import announced
 
 BEGIN = 100.0
 
@@ -176,7 +178,7 @@ class Network:
     def lose_worker(self, replica: str, *, said: bool) -> None:
         self.runs = {key: run for key, run in self.runs.items() if run.replica != replica}
         if said:
-            there = [each for each in self.ledger.announce().open if each.replica == replica]
+            there = [each for each in announced(self.ledger) if each.replica == replica]
             assert bool(there) == self.ledger.runs_on(replica)
             num_resumed = self.ledger.num_resumed
             self.ledger.worker_lost(replica)
@@ -184,13 +186,13 @@ class Network:
             assert not self.ledger.runs_on(replica)
 
     def announce(self) -> None:
-        announced = self.ledger.announce().open
-        keys = [(each.request_id, each.attempt) for each in announced]
+        streams = announced(self.ledger)
+        keys = [(each.request_id, each.attempt) for each in streams]
         waiting = {name for name, client in self.clients.items() if client.waits}
         assert {name for name, _ in keys} <= waiting
         for name, attempt in keys:
             assert attempt == len(self.clients[name].attempts) - 1, "an attempt that was never sent"
-        for each in announced:
+        for each in streams:
             replica = self.heard.get((each.request_id, each.attempt), "")
             assert (each.replica, each.worker_incarnation) == (replica, replica and f"{replica}-life")
         if self.reliable:
@@ -262,5 +264,6 @@ def test_over_any_network_a_client_sees_an_exact_sequence_and_one_end(seed: int)
     for client in network.clients.values():
         assert client.left or client.num_ends == 1
     assert len(network.ledger) == 0
-    assert network.ledger.announce().open == ()
+    assert announced(network.ledger) == ()
+    assert network.ledger.announce().sums == KeySums().packed()
     assert network.runs == {}, "a worker runs on for no client"

@@ -187,7 +187,7 @@ def test_the_first_request_that_is_shown_fits_the_model(example: Example, path: 
     streams = " -N" if example not in ("embeddings", "scores") else ""
     assert first.startswith(f"Try:\n  curl{streams} http://h:1{path} ")
     assert "-H 'Authorization: Bearer KEY'" in first
-    assert pages == "Dashboard: http://h:1/dashboard" + ("   Playground: http://h:1/play" if streams else "")
+    assert pages == "Dashboard: http://h:1/dashboard" + ("   Chat: http://h:1/play" if streams else "")
     body = json.loads(first.split("-d '")[1].removesuffix("'"))
     assert body["model"] == "own" and body.get("stream", False) == bool(streams)
     assert len(body.get("messages", ())) == {"embedded": 2, "vision": 1, "chat": 1}.get(example, 0)

@@ -45,9 +45,10 @@ from tests.unit.services.api.test_api_explain import trace_of
 
 POSTS = {"/v1/completions", "/v1/chat/completions", "/admin/scale", "/admin/drain", "/admin/upgrade"}
 POSTS |= {"/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"}
-POSTS |= {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel"}
+POSTS |= {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel"}
+POSTS |= {path for path in ROLES if path.startswith("/api/")} - {"/api/tags", "/api/ps", "/api/version"}
 EXAMPLES = {"{model_id:path}": MODEL, "{response_id}": "cmpl-" + "0" * 32, "{stream_id}": "0" * 32}
-EXAMPLES |= {"{file_id}": "file-0", "{batch_id}": "batch_0"}
+EXAMPLES |= {"{file_id}": "file-0", "{batch_id}": "batch_0", "{digest}": "sha256:0"}
 
 
 INSIDE = (b"worker-0", b'"pid"', b'"kv"', b'"queue_delay_s"', b'"actors"')  # told by /status to operators
@@ -62,6 +63,10 @@ def example(path: str) -> str:
 
 def check_error(reply: httpx.Response, status: int, code: str) -> dict[str, Any]:
     assert reply.status_code == status, reply.text
+    if reply.request.url.path.startswith("/api/"):  # Ollama's shape
+        shown: dict[str, Any] = reply.json()
+        assert isinstance(shown["error"], str) and shown["code"] == code
+        return shown
     error: dict[str, Any] = reply.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["code"] == code
     return error
@@ -253,7 +258,7 @@ def test_limits_are_refused_in_openais_form(guarded: GuardedServer, http: httpx.
 def test_requests_in_flight_are_counted_until_they_end(guarded: GuardedServer, http: httpx.Client) -> None:
     headers = {"x-api-key": add_key(guarded.key_file, "narrow", tenant=Tenant("narrow", max_in_flight=1))}
     guarded.clock.seconds += 1
-    guarded.backend._script = (delta("a"), LONG_S, delta("b", "stop"))
+    guarded.backend.script = (delta("a"), LONG_S, delta("b", "stop"))
     try:
         with http.stream("POST", "/v1/completions", json=BODY | {"stream": True}, headers=headers) as reply:
             lines = reply.iter_lines()  # kept: its end would close the connection
@@ -261,7 +266,7 @@ def test_requests_in_flight_are_counted_until_they_end(guarded: GuardedServer, h
             refused = http.post("/v1/completions", json=BODY, headers=headers)
             assert "1 requests in flight" in check_error(refused, 429, "rate_limit_exceeded")["message"]
     finally:
-        guarded.backend._script = ScriptedBackend()._script
+        guarded.backend.script = ScriptedBackend().script
     deadline = time.monotonic() + LONG_S
     while http.post("/v1/completions", json=BODY, headers=headers).status_code != 200:  # until the server has noticed
         assert time.monotonic() < deadline

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +12,7 @@ import httpx
 import pytest
 
 from farsight.core.config.server import FilesConfig
-from farsight.services.api.access.access_control import AccessControl, AccessSettings
-from farsight.services.api.access.metered import MeteredGenerator
+from farsight.services.api.access.access_control import AccessControl, AccessSettings, MeteredGenerator
 from farsight.services.api.app import build_app
 from farsight.services.api.batches.files import Files
 from farsight.services.api.batches.records import Batches
@@ -58,6 +59,17 @@ class BatchService:
 
     def bearer(self, name: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.keys[name]}"}
+
+
+@asynccontextmanager
+async def running(runner: BatchRunner) -> AsyncIterator[None]:
+    """Runs batches and responses of the background meanwhile."""
+    task = asyncio.create_task(runner.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 Serve = Callable[..., BatchService]

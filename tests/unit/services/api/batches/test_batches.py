@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from farsight.services.api.batches.sender import WINDOW_LINES, in_order, longest
 from farsight.services.api.generation import PromptText
 from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import HELLO, ScriptedBackend
-from tests.unit.services.api.batches.conftest import BatchService, Serve
+from tests.unit.services.api.batches.conftest import BatchService, Serve, running
 from tests.unit.services.api.batches.kept_support import SqliteObjects
 from tests.unit.services.api.batches.test_files import library
 from tests.unit.services.api.pictures.test_pictures import FILE, PARTS, chat, image, seeing_backend, seeing_dir, text
@@ -37,16 +36,6 @@ def line_of(name: str, body: dict[str, Any], url: str = "/v1/completions") -> by
 def lines(count: int, **changes: Any) -> bytes:
     """So many requests; ``changes`` of the body of each."""
     return b"".join(line_of(f"c{i}", {"prompt": [5, i % 200], **changes}) for i in range(count))
-
-
-@asynccontextmanager
-async def running(runner: BatchRunner) -> Any:
-    task = asyncio.create_task(runner.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def begin(service: BatchService, data: bytes, name: str = "", **fields: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from typing import Any
@@ -12,12 +13,13 @@ from openai.types.responses import Response
 
 from farsight.core.errors import FarsightError
 from farsight.core.kept import DropExpired, KeptObject, ObjectName, PutObject, PutVerdict
+from farsight.core.request import Fault
 from farsight.services.api.batches.files import PART_BYTES
-from farsight.services.api.batches.multipart import parse_form
-from farsight.services.api.dialects.responses import RESPONSE
+from farsight.services.api.batches.responses import MAX_WAITING, RESPONSE
+from farsight.services.api.batches.routes import parse_form
 from farsight.services.api.errors import ApiError
-from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta, ok
-from tests.unit.services.api.batches.conftest import BatchService, Serve
+from tests.unit.services.api.api_support import MODEL, ScriptedBackend, delta, ok, until
+from tests.unit.services.api.batches.conftest import BatchService, Serve, running
 from tests.unit.services.api.batches.kept_support import SqliteObjects
 
 LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}\n'
@@ -281,3 +283,115 @@ async def test_a_log_that_fails_is_an_error(serve: Serve, store: SqliteObjects, 
     begun: KeptObject = kept[0]
     assert await store.find_object(ObjectName(RESPONSE, begun.object_id)) == begun
     assert (await service.client.get(f"{PATH}/{begun.object_id}")).status_code == 404
+
+
+async def test_a_missing_id_says_when_responses_are_kept(serve: Serve) -> None:
+    for on, words in ((False, "store: true ([files] store_responses is off)"), (True, "store_responses is on")):
+        answer = await serve(store_responses=on).client.get(f"{PATH}/resp_unknown")
+        assert answer.status_code == 404 and words in answer.json()["error"]["message"]
+
+
+async def test_the_server_may_keep_responses_unasked(serve: Serve) -> None:
+    client = library(serve(store_responses=True))
+    made = await client.responses.create(model=MODEL, input="hi")
+    assert await client.responses.retrieve(made.id) == made
+    not_kept = await client.responses.create(model=MODEL, input="hi", store=False)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(not_kept.id)
+
+
+async def test_input_items(serve: Serve) -> None:
+    client = library(roomy(serve()))
+    first = await client.responses.create(model=MODEL, input="one", store=True)
+    said: Any = [{"role": "user", "content": [{"type": "input_text", "text": "two"}]}]
+    second = await client.responses.create(model=MODEL, input=said, previous_response_id=first.id, store=True)
+    rows: Any = [each async for each in client.responses.input_items.list(second.id, order="asc", limit=2)]
+    assert [(row.role, row.content[0].text) for row in rows] == [
+        ("user", "one"),
+        ("assistant", "Hello!"),
+        ("user", "two"),
+    ]
+    assert len({row.id for row in rows}) == 3
+    newest = await client.responses.input_items.list(second.id, limit=1)
+    assert newest.data == rows[2:] and newest.has_more
+    with pytest.raises(openai.BadRequestError, match="after"):
+        await client.responses.input_items.list(second.id, after="item_unknown")
+
+
+async def until_ended(client: openai.AsyncOpenAI, response_id: str) -> Response:
+    while (found := await client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+        assert not found.output
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def test_a_response_of_the_background(serve: Serve) -> None:
+    service = roomy(serve(("one", "two")))
+    one, two = library(service, "one"), library(service, "two")
+    before = await one.responses.create(model=MODEL, input="before", store=True)
+    begun = await one.responses.create(
+        model=MODEL, input="hi", background=True, store=True, previous_response_id=before.id, metadata={"a": "b"}
+    )
+    assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+    with pytest.raises(openai.BadRequestError, match=r"previous_response_id: got .*, which is queued"):
+        await one.responses.create(model=MODEL, input="x", previous_response_id=begun.id)
+    async with running(service.runner()):
+        ended = await until_ended(one, begun.id)
+    assert (ended.id, ended.status, ended.output_text) == (begun.id, "completed", "Hello!")
+    assert ended.background and ended.metadata == {"a": "b"} and ended.previous_response_id == before.id
+    assert service.backend.origins[-1].response_id == begun.id and service.backend.keys[-1] == "one"
+    text = service.backend.texts[-1]
+    assert text is not None and "before" in text.instruction and text.user_input == "hi"
+    assert await one.responses.cancel(begun.id) == ended, "what has ended stays as it is"
+    with pytest.raises(openai.BadRequestError, match="background"):
+        await one.responses.cancel(before.id)
+    for call in (two.responses.cancel, two.responses.input_items.list):
+        await assert_unknown(call, begun.id, "response_not_found")
+
+
+async def test_a_response_of_the_background_is_cancelled(serve: Serve) -> None:
+    service = serve(backend=ScriptedBackend([delta("a"), 60.0, delta("b", "stop")]))
+    client = library(service)
+    waiting, deleted = [
+        await client.responses.create(model=MODEL, input="hi", background=True, store=True) for _ in "ab"
+    ]
+    assert (await client.responses.cancel(waiting.id)).status == "cancelled"
+    await client.responses.delete(deleted.id)
+    running_one = await client.responses.create(model=MODEL, input="hi", background=True, store=True)
+    async with running(service.runner()):
+        await until(lambda: service.backend.num_opened)
+        assert (await client.responses.cancel(running_one.id)).status == "cancelled"
+        await until(lambda: service.backend.num_closed)
+    assert service.backend.num_opened == 1, "neither of the others has run"
+
+
+async def test_a_response_of_the_background_that_fails_says_why(serve: Serve) -> None:
+    service = serve(backend=ScriptedBackend([delta("", "error", error="no token", fault=Fault.MODEL)]))
+    client = library(service)
+    begun = await client.responses.create(model=MODEL, input="hi", background=True, store=True)
+    async with running(service.runner()):
+        ended = await until_ended(client, begun.id)
+    assert ended.status == "failed" and ended.error is not None and "no token" in ended.error.message
+
+
+async def test_the_background_is_bounded(serve: Serve) -> None:
+    service = serve()
+    for fields, words in (
+        ({"store": None}, "store: true"),
+        ({"stream": True}, "stream"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"input": "x " * 3000}, "context_length_exceeded"),
+    ):
+        body = {"input": "hi", "background": True, "store": True, **fields}
+        refused = await service.client.post(PATH, json=body)
+        assert refused.status_code == 400 and words in refused.text, "checked before it is kept"
+    small = serve(max_owner_bytes=3000)
+    over = await small.client.post(
+        PATH, json={"input": "hi", "background": True, "store": True, "metadata": {"a": "x" * 3000}}
+    )
+    assert (over.status_code, over.json()["error"]["param"]) == (413, "store")
+    for _ in range(MAX_WAITING):
+        await ask(service, background=True, store=True)
+    full = await service.client.post(PATH, json={"input": "hi", "background": True, "store": True})
+    assert full.status_code == 429 and full.headers["retry-after"]
+    assert not service.backend.calls

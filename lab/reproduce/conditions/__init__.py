@@ -1,1 +1,0 @@
-"""What decides a printed figure: one condition of a reproduction changed at a time, three seeds each."""

@@ -1,0 +1,69 @@
+"""The site of the documentation: built as `make site` builds it, read from the folder alone, in a browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tools.reference.site import INDEX, ROOT, llms_text
+
+OTHER_HOST = re.compile(r"""(?:src|href|srcset|action|poster)\s*=\s*["']?\s*((?:https?:)?//[^"'\s>]+)""")
+LINK = re.compile(r"^- \[[^\]]+\]\(([^)]+)\): ", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    command = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+    return folder / "build" / "site"
+
+
+def test_no_page_names_another_host(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 70
+    for page in pages:
+        text = re.sub(r"<(code|pre)\b.*?</\1>", "", page.read_text("utf-8"), flags=re.DOTALL)
+        assert OTHER_HOST.findall(text) == [], page
+    assert OTHER_HOST.findall('<script src="https://unpkg.com/x.js">') == ["https://unpkg.com/x.js"]
+
+
+def test_decisions_are_pages_but_not_in_the_menu(site: Path) -> None:
+    assert (site / "adr" / "0025-ranks.html").is_file()
+    assert "adr/0025-ranks" not in (site / "index.html").read_text("utf-8")
+    assert "how_to/python.html" in (site / "index.html").read_text("utf-8")
+
+
+def test_the_index_for_programs_leads_to_every_page_of_the_menu() -> None:
+    text = llms_text(ROOT / "docs")
+    found = LINK.findall(text)
+    assert len(found) == len(set(found)) > 60
+    assert all((ROOT / "docs" / link).is_file() for link in found)
+    outside = {f"{each.relative_to(ROOT / 'docs')}" for each in (ROOT / "docs").rglob("*.md")} - set(found)
+    assert {each for each in outside if not each.startswith("adr/")} == set(), "a page that is not in the menu"
+    assert INDEX == "llms.txt" and text.startswith("# Farsight\n\n> ")
+
+
+def test_a_reader_searches_and_turns_the_light_off_without_a_network(browser: Browser, site: Path) -> None:
+    context = browser.new_context(color_scheme="light", offline=True)
+    page = context.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((site / "index.html").as_uri())
+    expect(page.get_by_role("heading", name="Farsight", exact=True)).to_be_visible()
+    page.get_by_text("As a server", exact=True).click()
+    expect(page.get_by_text("farsight serve smollm2")).to_be_visible()
+    body = page.locator("body")
+    for scheme in ("default", "slate"):
+        page.locator("label.md-header__button[for^=__palette]:visible").click()
+        expect(body).to_have_attribute("data-md-color-scheme", scheme)
+    assert asked and all(url.startswith(("file:", "data:", "blob:")) for url in asked)
+    context.close()
