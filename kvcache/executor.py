@@ -395,9 +395,9 @@ class PlanExecutor(ABC):
         self.revision += 1
         self._free(held)
         self._vacated += not held.slot.standby
-        finished = FinishedSequence(
-            held.request_id, held.attempt, status, held.output_len, held.cached_len or 0, held.ran_s, held.gpu_s
-        )
+        restored_len = 0 if held.brought is None else held.brought.num_tokens
+        used = held.cached_len or 0, held.ran_s, held.gpu_s, restored_len
+        finished = FinishedSequence(held.request_id, held.attempt, status, held.output_len, *used)
         key = (held.request_id, held.attempt)
         first_report = self._report_seq + 1
         self._unacknowledged[key] = (finished, first_report)

@@ -104,6 +104,7 @@ class FinishedSequence:
         cached_len: Prompt tokens that it found in the prefix cache when it first started.
         ran_s: Seconds of all the steps that it took part in.
         gpu_s: Its share of them (``core.costs.row_shares``); 0 from another server.
+        restored_len: Tokens of ``cached_len`` that came back from the host or a disk.
     """
 
     request_id: str
@@ -113,6 +114,7 @@ class FinishedSequence:
     cached_len: int = 0
     ran_s: float = 0.0
     gpu_s: float = 0.0
+    restored_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ class Record:
         late_s: Seconds that its reader has waited for tokens, from the first one on; 0 where no one reads.
         num_evictions: Number of times its KV was dropped.
         num_swaps: Number of times its KV was moved to the host.
-        host_len, disk_len: Prompt tokens of ``cached_len`` that were brought back from these tiers.
         promise: As told on arrival at its replica; None where none was made.
     """
 
@@ -38,8 +37,6 @@ class Record:
     num_evictions: int = 0
     num_swaps: int = 0
     cached_len: int = 0
-    host_len: int = 0
-    disk_len: int = 0
     promise: Promise | None = None
 
     @classmethod

@@ -18,10 +18,10 @@ from farsight.simulator.traffic.conversations import AFTER_TOOL, FIRST, Conversa
 
 LATENCY = LinearLatency(StepCost(5e-3, 1e-3, 1e-4, 1e-6), kv_bytes=1000, copy_bandwidth=1e8)
 BELOW = MemoryBelow(host_tokens=4_000, disk_tokens=100_000, disk_bandwidth=2e7, token_bytes=1000)
-EXPERIMENT = Experiment(latency=LATENCY, kv_tokens=4_096, max_batch_tokens=512)
+EXPERIMENT = Experiment(latency=LATENCY, kv_tokens=8_192, max_batch_tokens=128)
 
 
-def conversations(num: int = 8, num_turns: int = 6, block: int = 16) -> Trace:
+def conversations(num: int = 16, num_turns: int = 6, block: int = 16) -> Trace:
     """Chains that grow by 100 to 400 tokens a turn."""
     rng = np.random.default_rng(3)
     found = []
@@ -38,9 +38,9 @@ def test_what_comes_back_is_not_computed_again(preset: str) -> None:
     settings = ReplaySettings(EXPERIMENT.under(preset), BELOW, 0.2)
     found = {each.name: each for each in replay(settings, traffic)}
     one, tiers, kept = found[ONE_TIER], found[TIERS], found[ALL_KEPT]
-    assert {each.turns for each in found.values()} == {traffic.num_turns} == {48}
-    assert {each.sessions for each in found.values()} == {8}
-    assert one.computed_again > 0.3 * one.new_tokens, "the pool holds about two of eight conversations"
+    assert {each.turns for each in found.values()} == {traffic.num_turns, 96}
+    assert {each.sessions for each in found.values()} == {16}
+    assert one.computed_again > 0.3 * one.new_tokens, "the pool holds about four of sixteen conversations"
     assert kept.computed_again < 0.2 * kept.new_tokens
     assert tiers.computed_tokens < 1.1 * kept.computed_tokens
     assert tiers.hits["host"] > 0 and tiers.hits["disk"] > 0 and one.hits["host"] == one.hits["disk"] == 0
@@ -63,7 +63,7 @@ def test_a_run_leaves_memory_in_order_and_nothing_on_its_way() -> None:
     assert fleet.sessions is not None
     fleet.sessions.check_integrity()
     assert replica.executor.blocks.num_free == replica.executor.blocks.num_blocks
-    assert not replica._coming and not replica.executor.num_held
+    assert not replica._returns and not replica.executor.num_held
     counts = replica.tiers.counts
     assert counts.host_brought and counts.disk_brought and counts.damaged == 0
     assert replica.written_bytes == counts.disk_saved * 16_000
