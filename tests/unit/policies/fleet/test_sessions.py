@@ -86,6 +86,27 @@ def test_attempts_aborts_and_strangers_are_not_counted_twice() -> None:
     assert (row.counts.turns, row.counts.answers, row.num_open, row.counts.in_model_s) == (2, 0, 0, 5.0)
 
 
+def test_choices_of_one_answer_are_one_turn() -> None:
+    table = SessionTable(BLOCK)
+    for choice in range(3):
+        table.began(turn(f"r{choice}", 2, origin=Origin("cmpl_1", choice)), 0.0)
+        table.ended(end(f"r{choice}", cached_len=32 * (choice > 0)), 1.0)
+    [row] = table.rows()
+    counts = row.counts
+    assert (counts.turns, counts.answers, counts.prompt_tokens, counts.output_tokens) == (1, 1, 36, 15)
+
+
+def test_a_request_that_its_ingress_does_not_announce_any_more_has_ended() -> None:
+    table = SessionTable(BLOCK)
+    table.began(turn("refused", 2), 0.0)
+    table.began(turn("open", 2, 1), 0.0)
+    table.began(turn("new", 2, 2), 20.0)
+    table.announced("ingress-0", {"open"}, 20.0)
+    table.announced("ingress-1", set(), 20.0)
+    table.check_integrity()
+    assert [row.num_open for row in table.rows()] == [1, 1, 0], "in the order of their latest events"
+
+
 @pytest.mark.parametrize("num_ids", [5_000, pytest.param(1_000_000, marks=pytest.mark.nightly)])
 def test_strange_names_without_end_take_bounded_memory(num_ids: int) -> None:
     """A client that names a new session and a new application each time, and prompts that no other continues."""
