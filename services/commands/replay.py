@@ -172,7 +172,14 @@ def _replay_trace(
         raise ConfigError("--every", given.every_s, "none for single requests, which come when the trace says")
     settings = _settings(given, experiment.under(names[0]))
     with progress_bar("turns of three runs", 3 * traffic.num_turns, as_json=as_json) as progress:
-        results = replay(settings, traffic, progress=progress)
+        ended: dict[str, int] = {}
+
+        def told(run: str, num_turns: int) -> None:
+            ended[run] = num_turns
+            if progress is not None:
+                progress(sum(ended.values()))
+
+        results = replay(settings, traffic, progress=told)
     report = to_dict(settings, traffic, results)
     if page is not None:
         page.write_text(report_page(report, _title(settings, traffic, given)), "utf-8")
