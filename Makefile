@@ -89,7 +89,7 @@ check-rest: setup-dev
 	$(MAKE) --no-print-directory site
 	$(VENV)/bin/python -m tools.prose_check
 
-site: setup-dev ## Write the site of the documentation to build/site, which needs no server and no network
+site: setup-dev ## Write the site of the documentation to build/site: python3 -m http.server -d build/site
 	$(VENV)/bin/zensical build --clean --strict
 	$(VENV)/bin/python -m tools.reference.site
 

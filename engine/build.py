@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 BITS = {"full": 0, "float": 0, "int8": 8, "int4": 4}
 """What ``engine.weights`` rounds the matrices to; 0 leaves them."""
 
+BY_ARRIVAL = SchedulerConfig(preset="fcfs")
+"""Policies where a caller names none: a server's default looks ahead by forecasts, which an engine alone has not."""
+
 DEFAULT_SPECULATION = "ngram"
 """The part that ``engine.speculation = "auto"`` stands for where steps are exact."""
 
@@ -58,6 +61,7 @@ def check_worker(model_dir: Path, engine: EngineConfig, mesh: Mesh = ALONE) -> N
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
     """
+    _check_tiers(engine, mesh_size=mesh.size, static=False)
     encoder = load_encoder_config(model_dir)
     if encoder is not None:
         _check_encoder(model_dir, encoder, engine, mesh)
@@ -110,14 +114,19 @@ def build_worker(
     Raises:
         InvalidValueError: the directory, the model or a setting cannot be used; names the field.
     """
-    scheduler = scheduler or SchedulerConfig()
+    scheduler = scheduler or BY_ARRIVAL
     static = scheduler.execution == "static"
     swaps = swaps_kv(scheduler)
+    _check_tiers(engine, mesh_size=1 if ranks is None else ranks.mesh.size, static=static)
     if static:  # no sequence is paused, so no KV moves; and the paper's batches share nothing
         engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False)
     _header = held_header(model_dir)
     encoder = load_encoder_config(model_dir)
+    host_tier = 0 if swaps or not engine.disk_kv else engine.host_kv_bytes() or 0
+    if host_tier:  # no sequence is stopped there, so all of it is the tier's
+        engine = dataclasses.replace(engine, host_kv_memory="0")
     if encoder is not None:
+        require(not engine.disk_kv, "engine.disk_kv", engine.disk_kv, "empty: an encoder keeps no KV")
         engine = dataclasses.replace(engine, host_kv_memory="0", prefix_cache=False, speculation="off")
     config = encoder or load_model_config(model_dir)
     if isinstance(config, DecoderConfig) and engine.long_factors == "request":
@@ -126,6 +135,7 @@ def build_worker(
         config = config.with_factors_by_request()
     has_states = isinstance(config, DecoderConfig) and config.state_size > 0
     if has_states:  # a block of keys and values says nothing of the state behind it
+        require(not engine.disk_kv, "engine.disk_kv", engine.disk_kv, "empty: this model has states beside its blocks")
         engine = dataclasses.replace(engine, prefix_cache=False)
     tokenizer = load_tokenizer(model_dir) if tokenizer is None else tokenizer
     weights = find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights
@@ -194,6 +204,12 @@ def build_worker(
     )
     if engine.prefix_cache and follows_prefixes(scheduler):
         executor.tell_cache()
+    copier = device.copier
+    if engine.disk_kv and isinstance(config, DecoderConfig) and isinstance(executor, LeaseExecutor):
+        from farsight.engine.devices.tier_store import open_tiers
+
+        tiers, copier = open_tiers(model_dir, config, engine, device, weights, host_tier)
+        executor.keep_tiers(tiers)
     grammars = None
     if encoder is None and not engine.profile:
         from farsight.tokenization.grammars.compiler import GrammarCompiler  # needs llguidance
@@ -206,7 +222,7 @@ def build_worker(
         eos_token_ids,
         ready,
         prefix_cache=engine.prefix_cache,
-        copier=device.copier,
+        copier=copier,
         grammars=grammars,
         image_inputs=_image_inputs(config, engine, find_rows),
         speculation=_speculation(
@@ -219,6 +235,11 @@ def build_worker(
         ),
         long_sequences=_long_sequences(config, max_model_len),
     )
+
+
+def _check_tiers(engine: EngineConfig, *, mesh_size: int, static: bool) -> None:
+    where = "batches run in lockstep" if static else "a replica has several ranks" if mesh_size > 1 else ""
+    require(not (engine.disk_kv and where), "engine.disk_kv", engine.disk_kv, f"empty where {where}")
 
 
 def _long_sequences(config: EncoderConfig | DecoderConfig, max_model_len: int) -> LongSequences | None:

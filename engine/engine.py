@@ -18,7 +18,7 @@ from farsight.core.errors import InvalidValueError
 from farsight.core.images import ImageSpan
 from farsight.core.messages.tokens import TokenDelta
 from farsight.core.request import Request, SamplingParams, check_token_ids
-from farsight.engine.build import build_worker
+from farsight.engine.build import BY_ARRIVAL, build_worker
 from farsight.engine.checkpoint.model_config import resolve_model_dir
 from farsight.engine.emission import Output
 from farsight.engine.step_results import IterationCutOff
@@ -61,7 +61,7 @@ class Engine:
         model: A directory, GGUF file or hub id; its architecture is one of ``engine.checkpoint.families``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         engine: Batch limits, block size, KV memory, context length, threads.
-        scheduler: Preset and its parameters.
+        scheduler: Preset and its parameters; by default ``fcfs``, since nothing here forecasts lengths.
         clock: Seconds, monotonic.
         ranks: The other processes of a model that is spread over several, from ``engine.parallel.links.LocalRanks``.
     """
@@ -77,7 +77,7 @@ class Engine:
         ranks: Ranks | None = None,
     ) -> None:
         engine = engine or EngineConfig()
-        scheduler = scheduler or SchedulerConfig()
+        scheduler = scheduler or BY_ARRIVAL
         model_dir = resolve_model_dir(str(model))
         _header = held_header(model_dir)
         texts = load_model_texts(model_dir)

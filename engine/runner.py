@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from enum import Enum
@@ -91,6 +92,7 @@ class Copier(Protocol):
     def begin(self, copy: KVCopy) -> None: ...
     def take_done(self) -> list[tuple[int, bool]]: ...
     def wait(self) -> None: ...
+    def look(self, names: SequenceOf[int], tenant: str) -> None: ...
 
 
 class Copies:
@@ -122,6 +124,9 @@ class Copies:
         """Returns when one of the copies in flight has ended; at once if there are none."""
         if self._in_flight:
             wait(self._in_flight.values(), return_when=FIRST_COMPLETED)
+
+    def look(self, names: SequenceOf[int], tenant: str) -> None:
+        """Looks, in any thread, what other processes have kept of a chain of blocks; most copiers have none to ask."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,6 +232,7 @@ class Sequence(SequenceState):
             request.max_total_len,
             len(token_ids),
             tenant=request.tenant,
+            shares=not request.sampling.computes_prompt,
             request=request,
             token_ids=token_ids,
             prompt_logprobs=[] if waits else None,
@@ -248,7 +249,7 @@ class Sequence(SequenceState):
         try:
             self.images = inputs.of(self.request)
         except InvalidValueError as error:
-            self.image_problem = str(error)
+            self.image_problem, self.shares = str(error), False
 
     @property
     def named_ids(self) -> SequenceOf[int]:

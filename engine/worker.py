@@ -138,6 +138,8 @@ class Worker:
             sequence.first_row = self._long_sequences.first_row
         if self._prefix_cache:
             self._take_hashes(sequence)
+            if self._copier is not None and sequence.shares:
+                self._copier.look(sequence.block_hashes, request.tenant)
         return sequence
 
     def _prepared_sequence(self, request: Request) -> Sequence:
@@ -159,9 +161,8 @@ class Worker:
     def begin_step(self) -> StepBatch | None:
         """Applies the newest plan and picks the next step, or what has been launched; None if nothing can run."""
         copier = self._copier
-        if copier is not None:
-            for copy_id, failed in copier.take_done():
-                self.executor.complete_copy(copy_id, failed=failed)
+        for copy_id, failed in () if copier is None else copier.take_done():
+            self.executor.complete_copy(copy_id, failed=failed)
         plan, self._pending = self._pending, None
         if plan is not None:
             self._apply(plan)
@@ -172,9 +173,8 @@ class Worker:
                 return rest
             self.runner.forget_launched()
         batch = self.executor.next_batch()
-        if copier is not None:
-            for copy in self.executor.take_copies():
-                copier.begin(copy)
+        for copy in () if copier is None else self.executor.take_copies():
+            copier.begin(copy)
         if batch is None:
             self.runner.rest()
         else:

@@ -1,7 +1,9 @@
-"""A step in the making."""
+"""A step in the making, and for how long its sequences may run before it is cut off (``Slot.cut_off_at_s``)."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from farsight.kvcache.executor import SequenceState
@@ -36,3 +38,16 @@ class BatchDraft:
     def share(self, wanted: int) -> int:
         """Returns how many of ``wanted`` tokens it can take; one token is a decode, free of the limit on prompts."""
         return min(wanted, self.tokens_left, self.prompts_left if wanted > 1 else 1)
+
+
+def is_cut_off(held: SequenceState, within_grants: bool) -> bool:
+    """Returns whether a sequence has used up its seconds; beyond its grants, whether its last step was cut off so."""
+    slot_s = held.slot.cut_off_at_s
+    if not slot_s:
+        return False
+    return held.ran_s >= slot_s if within_grants else held.cut_off_at_s == slot_s
+
+
+def seconds_until_cut_off(chosen: Iterable[SequenceState]) -> float:
+    """Returns the seconds until the first of these sequences reaches its slot's limit; infinity without a limit."""
+    return min((held.slot.cut_off_at_s - held.ran_s for held in chosen if held.slot.cut_off_at_s), default=math.inf)

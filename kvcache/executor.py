@@ -12,33 +12,17 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from farsight.core.errors import IntegrityError
-from farsight.core.messages.kv import NO_TRAFFIC, KVTraffic
+from farsight.core.messages.kv import NO_TRAFFIC, Brought, KVTraffic
 from farsight.core.messages.plans import FinishedSequence, Plan, Slot, SlotProgress, StepReport, TenantService
 from farsight.core.messages.step_times import StepSample
 from farsight.core.request import Request, Residency, SequenceStatus
 from farsight.kvcache.block_manager import BlockHashes, BlockManager
 from farsight.kvcache.cache_journal import CacheJournal
 from farsight.kvcache.step_batch import BatchLimits, KVCopy, ServiceMeter, StepBatch, StepItem
+from farsight.kvcache.tiers import KVTiers
 
 NO_FURTHER: Mapping[str, int] = {}
 """No item of a step has yielded more than one token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """What a sequence got back from the tiers when it started.
-
-    Attributes:
-        num_tokens: Tokens of its prompt that came back.
-        tier: The slowest tier that they came from.
-        seconds: What that took.
-        compute_s: What it would have taken to compute them; 0 where nothing was measured.
-    """
-
-    num_tokens: int
-    tier: Residency
-    seconds: float
-    compute_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +105,7 @@ class PlanExecutor(ABC):
 
     Attributes:
         returns_together: Whether a sequence is returned only when all that run with it have ended.
+        tiers: What lies below the device; None where nothing is kept there.
         make_sequence: Makes the record of a request that a plan brings; ``new_sequence``, where nothing else is kept.
         max_in_flight: Steps that may have begun and not been committed; they are committed in their order.
         revision: Rises with each event that may change the choice of the next step, except the progress of sequences.
@@ -134,6 +119,7 @@ class PlanExecutor(ABC):
 
     returns_together: ClassVar[bool]
     max_in_flight = 1
+    tiers: KVTiers | None = None
 
     def __init__(
         self, blocks: BlockManager, limits: BatchLimits, incarnation: str, host: BlockManager | None = None
@@ -249,14 +235,8 @@ class PlanExecutor(ABC):
         """Takes the copies to begin now; ``complete_copy`` answers each, in any order."""
 
     @abstractmethod
-    def complete_copy(
-        self, copy_id: int, *, failed: bool = False, num_good: int | None = None, seconds: float | None = None
-    ) -> None:
-        """Books the end of a copy; between steps. KV that a failed copy has not brought is computed again.
-
-        Args:
-            num_good, seconds: As of ``Transfers.complete``.
-        """
+    def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
+        """Books the end of a copy; between steps. KV that a failed copy has not brought is computed again."""
 
     @abstractmethod
     def flush(self) -> list[FinishedSequence]:
@@ -395,9 +375,16 @@ class PlanExecutor(ABC):
         self.revision += 1
         self._free(held)
         self._vacated += not held.slot.standby
-        restored_len = 0 if held.brought is None else held.brought.num_tokens
-        used = held.cached_len or 0, held.ran_s, held.gpu_s, restored_len
-        finished = FinishedSequence(held.request_id, held.attempt, status, held.output_len, *used)
+        finished = FinishedSequence(
+            held.request_id,
+            held.attempt,
+            status,
+            held.output_len,
+            held.cached_len or 0,
+            held.ran_s,
+            held.gpu_s,
+            held.brought,
+        )
         key = (held.request_id, held.attempt)
         first_report = self._report_seq + 1
         self._unacknowledged[key] = (finished, first_report)

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from farsight.core.messages.kv import KVTraffic
 from farsight.core.messages.plans import FinishedSequence, Plan
 from farsight.core.request import Residency, SequenceStatus
-from farsight.kvcache.batch_draft import BatchDraft
+from farsight.kvcache.batch_draft import BatchDraft, is_cut_off, seconds_until_cut_off
 from farsight.kvcache.block_manager import BlockHashes, BlockManager
-from farsight.kvcache.cutting_off import is_cut_off, seconds_until_cut_off
 from farsight.kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from farsight.kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 from farsight.kvcache.tiers import KVTiers
@@ -63,10 +62,10 @@ class LeaseExecutor(PlanExecutor):
 
     def keep_tiers(self, tiers: KVTiers) -> None:
         """Saves what ended sequences leave and brings it back; call it after ``share_prefixes``, before any plan."""
-        self.transfers.tiers = tiers
+        self.tiers = self.transfers.tiers = tiers
 
     def apply_plan(self, plan: Plan) -> list[str]:
-        if self.transfers.tiers is not None:  # what a client has broken off, he may go on with
+        if self.tiers is not None:  # what a client has broken off, he may go on with
             stays = {slot.request_id for slot in plan.slots}
             for request_id in [each for each in self._held if each not in stays]:
                 self._keep(self._held[request_id])
@@ -79,13 +78,13 @@ class LeaseExecutor(PlanExecutor):
     def _keep(self, held: SequenceState) -> None:
         """Has the registered blocks of a sequence saved, which ends."""
         num_registered = held.register_at // self.blocks.block_size - 1
-        if self.transfers.tiers is not None and self._block_hashes is not None and num_registered:
+        if self.tiers is not None and self._block_hashes is not None and num_registered:
             self.transfers.keep(held, self._block_hashes(held.request_id, num_registered)[:num_registered])
 
     def _free(self, held: SequenceState) -> None:
         """Frees the sequence's blocks; blocks of a copy in flight only when the copy is done."""
-        if self.transfers.tiers is not None:
-            self.transfers.tiers.leave(held.request_id)
+        if self.tiers is not None:
+            self.tiers.leave(held.request_id)
         if held.copy_id is None:
             super()._free(held)
         else:
@@ -119,11 +118,9 @@ class LeaseExecutor(PlanExecutor):
     def take_copies(self) -> list[KVCopy]:
         return self.transfers.take()
 
-    def complete_copy(
-        self, copy_id: int, *, failed: bool = False, num_good: int | None = None, seconds: float | None = None
-    ) -> None:
+    def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
         before = self.transfers.num_brought
-        held = self.transfers.complete(copy_id, failed=failed, num_good=num_good, seconds=seconds)
+        held = self.transfers.complete(copy_id, failed=failed)
         self.prefix_hits += self.transfers.num_brought - before
         if held is not None:
             self._register(held)
@@ -288,7 +285,7 @@ class LeaseExecutor(PlanExecutor):
 
     def _bring_back(self, held: SequenceState, first: int, wanted: int) -> bool:
         """Orders what the tiers have of its next blocks, as far as that is worth it; returns whether it is any."""
-        tiers, limit = self.transfers.tiers, (wanted - 1) // self.blocks.block_size
+        tiers, limit = self.tiers, (wanted - 1) // self.blocks.block_size
         if tiers is None or self._block_hashes is None:
             return False
         tiers.leave(held.request_id)
@@ -300,7 +297,7 @@ class LeaseExecutor(PlanExecutor):
 
     def _wait(self, held: SequenceState, wanted: int) -> None:
         """Keeps what the tiers have of a sequence that waits for room."""
-        tiers = self.transfers.tiers
+        tiers = self.tiers
         if tiers is not None and self._block_hashes is not None:
             limit = (wanted - 1) // self.blocks.block_size
             tiers.wait(held.request_id, self._block_hashes(held.request_id, limit)[:limit])
@@ -442,10 +439,10 @@ class LeaseExecutor(PlanExecutor):
         ended = set(stopped)
         finished = []
         shares = self.meter.shares(batch, num_steps)
-        if self.transfers.tiers is not None:
+        if self.tiers is not None:
             num_prompt_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1)
             if num_prompt_tokens and duration_s:
-                self.transfers.tiers.prices.computed(num_prompt_tokens, duration_s)
+                self.tiers.prices.computed(num_prompt_tokens, duration_s)
         size = self.blocks.block_size
         for item, share in zip(batch.items, shares, strict=True):
             held = self._held[item.request_id]

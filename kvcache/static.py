@@ -62,9 +62,7 @@ class StaticExecutor(PlanExecutor):
         """Returns none: a batch stays on the device until it ends."""
         return []
 
-    def complete_copy(
-        self, copy_id: int, *, failed: bool = False, num_good: int | None = None, seconds: float | None = None
-    ) -> None:
+    def complete_copy(self, copy_id: int, *, failed: bool = False) -> None:
         """Raises IntegrityError, always: no copy is ever ordered."""
         raise IntegrityError(f"copy {copy_id} was not ordered")
 

@@ -169,6 +169,10 @@ class TierIndex:
         for entries in self._by_owner.values():
             yield from (block for _, block in entries.values())
 
+    def block(self, name: int) -> BlockName:
+        """Returns the full name of a block that is here."""
+        return self._by_owner[self._owners[name]][name][1]
+
     def num_blocks(self, owner: str) -> int:
         """Returns how many blocks an owner has."""
         return len(self._by_owner.get(owner, ()))
@@ -233,6 +237,9 @@ class KVTiers:
     Attributes:
         host, disk: What lies there; where the host has no tier of its own, blocks on their way to the disk.
         counts: Blocks moved so far.
+        outcomes: By the number of a copy, how many of its blocks, the first ones, came back as they were, and in how
+            many seconds; 0 for blocks that could not be written. The shell says so where it is not all of them, or
+            where it has measured.
     """
 
     def __init__(self, limits: TierLimits, prices: TierPrices | None = None) -> None:
@@ -241,6 +248,7 @@ class KVTiers:
         self.host = TierIndex(limits.host_blocks or MOST_SAVED)
         self.disk = TierIndex(limits.disk_blocks, min(limits.owner_blocks, limits.disk_blocks))
         self.counts = TierCounts()
+        self.outcomes: dict[int, tuple[int, float | None]] = {}
         self._unsaved: dict[int, BlockName] = {}  # ended sequences' blocks, in the order in which they are saved
         self._most_unsaved = _FEW_UNSAVED
         self._leaving: deque[BlockName] = deque()  # of the host tier, on to the disk
@@ -273,6 +281,11 @@ class KVTiers:
         if name in self.host:
             return Residency.HOST
         return Residency.DISK if name in self.disk else None
+
+    def block(self, name: int) -> BlockName:
+        """Returns the full name of a block that a tier holds."""
+        index = self.host if name in self.host else self.disk
+        return index.block(name)
 
     # -- Upwards
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farsight.core.errors import IntegrityError
-from farsight.core.messages.kv import BlockName, KVTraffic
+from farsight.core.messages.kv import BlockName, Brought, KVTraffic
 from farsight.core.request import Residency, SequenceStatus
 from farsight.kvcache.block_manager import NO_PARENT, BlockManager
-from farsight.kvcache.executor import Brought, SequenceState
+from farsight.kvcache.executor import SequenceState
 from farsight.kvcache.step_batch import KVCopy
 from farsight.kvcache.tiers import KVTiers, Return, Save
 
@@ -95,24 +95,18 @@ class Transfers:
     def _pools(self) -> tuple[BlockManager, ...]:
         return (self.blocks,) if self.host is None else (self.blocks, self.host)
 
-    def complete(
-        self, copy_id: int, *, failed: bool = False, num_good: int | None = None, seconds: float | None = None
-    ) -> SequenceState | None:
+    def complete(self, copy_id: int, *, failed: bool = False) -> SequenceState | None:
         """Books the end of a copy.
-
-        Args:
-            num_good: Of blocks that came back, the first so many are as they were; None for all.
-            seconds: What a return took, where that was measured.
 
         Returns:
             The sequence that has more blocks on the device than before, which are to be registered.
         """
         if self._save is not None and self._save[0] == copy_id:
-            self._complete_save(self._save[1], failed=failed)
+            self._complete_save(*self._save, failed=failed)
             return None
         flight = self._in_flight.pop(copy_id)
         if flight.back is not None:
-            return self._complete_return(flight, flight.back, 0 if failed else num_good, seconds)
+            return self._complete_return(flight, flight.back, failed=failed)
         to, held = flight.order.to, flight.held
         if not failed:
             self._count(flight.order)
@@ -154,18 +148,16 @@ class Transfers:
         """Orders blocks of a sequence that holds as many on the device, from block ``first`` on."""
         assert self.tiers is not None
         end = first + len(back.tiers)
-        blocks = _named(names[:end], held.tenant)[first:]
+        blocks = tuple(map(self.tiers.block, names[first:end]))
         table = self.blocks.table(held.request_id)
         self.tiers.begin_return(names[first:end], back)
         copy = KVCopy(self._next_id(), Residency.DEVICE, (), tuple(table[first:end]), blocks, back.tiers)
         self._begin(held, copy, back, first)
 
-    def _complete_return(
-        self, flight: _Flight, back: Return, num_good: int | None, seconds: float | None
-    ) -> SequenceState | None:
+    def _complete_return(self, flight: _Flight, back: Return, *, failed: bool) -> SequenceState | None:
         assert self.tiers is not None
         held, order, size = flight.held, flight.order, self.blocks.block_size
-        good = len(order.names) if num_good is None else num_good
+        good, seconds = self.tiers.outcomes.pop(order.copy_id, (0 if failed else len(order.names), None))
         self.tiers.returned([each.name for each in order.names], back, good, seconds)
         if held is None:
             self.blocks.release(_orphan(order.copy_id))
@@ -201,9 +193,10 @@ class Transfers:
         self._save = copy.copy_id, save
         self._saves.append(copy)
 
-    def _complete_save(self, save: Save, *, failed: bool) -> None:
+    def _complete_save(self, copy_id: int, save: Save, *, failed: bool) -> None:
         assert self.tiers is not None
         self._save = None
+        failed = failed or self.tiers.outcomes.pop(copy_id, None) is not None
         spoiled = self.blocks.end_reading() if save.source is Residency.DEVICE else frozenset()
         self.tiers.saved(save, failed=failed, spoiled=spoiled)
 

@@ -27,8 +27,8 @@ SOURCE = "states"
 MIN_EXAMPLES = 40
 """Finished requests before the first forecast."""
 
-GROWTH = 0.1
-"""The weights are solved for again once the examples have grown by this share."""
+GROWTH, MOST_NEW = 0.25, 500
+"""The weights are solved for again once the examples have grown by this share, or by so many: 30 ms each time."""
 
 HALF_LIFE = 4000.0
 """Examples after which an earlier one counts half."""
@@ -136,7 +136,7 @@ class StateRegression:
         self._count = kept * self._count + float(weights.sum())
         self._target_sum = kept * self._target_sum + float(weights @ targets)
         self._num_seen += len(rows)
-        if self._num_seen >= max((1 + GROWTH) * self._solved_at, MIN_EXAMPLES):
+        if self._num_seen >= max(self._solved_at + min(GROWTH * self._solved_at, MOST_NEW), MIN_EXAMPLES):
             self._solve()
 
     def to_artefact(self, weights_name: str) -> TrainedModel:

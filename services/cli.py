@@ -14,6 +14,7 @@ from farsight.core.config.load import load_config
 from farsight.services.bench.command import bench
 from farsight.services.commands.advise import advise
 from farsight.services.commands.ask import KEY_VARIABLE, JsonOption, key_for
+from farsight.services.commands.cache import cache
 from farsight.services.commands.evaluate import evaluate
 from farsight.services.commands.explain import explain
 from farsight.services.commands.front import front
@@ -232,6 +233,7 @@ def batch(
 app.command(rich_help_panel=_SERVERS)(explain)
 app.command(rich_help_panel=_SERVERS)(front)
 app.add_typer(keys, name="keys", rich_help_panel=_SERVERS)
+app.add_typer(cache, name="cache", rich_help_panel=_SERVERS)
 for study in (simulate, compare, replay, advise, demo, bench, profile, train, evaluate):
     app.command(rich_help_panel=_STUDY)(study)
 

@@ -23,6 +23,7 @@ SETTINGS: Mapping[str, str] = {
     "kv_dtype": "engine.kv_dtype",
     "kv_memory": "engine.kv_memory",
     "host_kv_memory": "engine.host_kv_memory",
+    "disk_kv": "engine.disk_kv",
     "gpu_memory_utilization": "engine.gpu_memory_utilization",
     "block_size": "engine.block_size",
     "max_model_len": "engine.max_model_len",

@@ -14,6 +14,7 @@ from farsight.core.config.scheduling import BatchConfig, PlacementConfig, Schedu
 from farsight.core.errors import InvalidValueError
 from farsight.policies.compose import check_scheduler
 from farsight.simulator import predictors
+from farsight.simulator.cluster.fleet import Scaling
 from farsight.simulator.cluster.latency import A100_7B, LinearLatency, Roofline
 from farsight.simulator.predictors import PredictLengths
 from farsight.simulator.summary import Sla
@@ -61,6 +62,7 @@ class Experiment:
         offload_hop_s: Seconds from a Scheduler's question about KV to the KV offload manager's answer, as between
             processes; None decides in no time.
         batch: How presets of batch mode form batches: ``[batch]`` of a server.
+        scaling: Bounds of the number of replicas, open loop only; None keeps ``num_replicas``.
         seed: Random seed of all draws.
     """
 
@@ -81,6 +83,7 @@ class Experiment:
     offload_hop_s: float | None = None
     batch: BatchConfig = field(default_factory=BatchConfig)
     sla: Sla = field(default_factory=Sla)
+    scaling: Scaling | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -100,6 +103,8 @@ class Experiment:
             raise InvalidValueError("rate", self.rate, "none beside clients: a load is open or closed")
         if self.offload_hop_s is not None and not 0 <= self.offload_hop_s < math.inf:
             raise InvalidValueError("offload_hop_s", self.offload_hop_s, "seconds >= 0")
+        if self.scaling is not None and self.clients is not None:
+            raise InvalidValueError("clients", self.clients, "none beside max_replicas")
         if self.seed < 0:
             raise InvalidValueError("seed", self.seed, "an integer >= 0")
 
@@ -171,15 +176,25 @@ PREDICTORS: dict[str, Callable[[Experiment], PredictLengths]] = {
 }
 
 
+NUM_STATES = 512
+"""Sequences of a replica that may have a state beside their keys and values at once, as a server has for 256 a step."""
+
+
+def num_states(experiment: Experiment) -> int:
+    """Sequences that may have a state at once; 0 for a model of attention alone."""
+    latency = experiment.latency
+    return NUM_STATES if isinstance(latency, Roofline) and latency.model.state_bytes else 0
+
+
 def free_kv_tokens(latency: Roofline) -> int:
-    """KV tokens that fit into a replica's GPUs beside the weights.
+    """KV tokens that fit into a replica's GPUs beside the weights, and the states of a model that has some.
 
     Raises:
         InvalidValueError: The weights do not fit.
     """
     gpu, model, num_gpus = latency.gpu, latency.model, latency.tensor_parallel * latency.pipeline_parallel
     weights = 2 * model.num_params
-    free = MEMORY_SHARE * gpu.memory_bytes * num_gpus - weights
+    free = MEMORY_SHARE * gpu.memory_bytes * num_gpus - weights - NUM_STATES * model.state_bytes
     if free < model.kv_bytes:
         room = f"{MEMORY_SHARE * gpu.memory_bytes * num_gpus / 1e9:.0f} GB"
         expected = f"weights below the {room} that {num_gpus} x {gpu.name} have for them, not {weights / 1e9:.0f} GB"

@@ -76,6 +76,7 @@ def _with_policies(config: dict[str, Any]) -> None:
         config.setdefault(name, dataclasses.asdict(kind()))
     given = {name: config.pop(name) for name in _EARLIER if name in config}
     config.setdefault("scheduler", dataclasses.asdict(SchedulerConfig()) | given)
+    config.setdefault("scaling", None)
 
 
 def _without_images(latency: Any) -> None:

@@ -71,6 +71,7 @@ class Summary:
         num_steps: Forward passes, of all replicas.
         prefix_hit_rate: Share of the prompt tokens found in the prefix cache.
         num_images_encoded: Pictures that the encoder computed; those found in its cache are not among them.
+        mean_replicas: Replicas there or starting, as a mean over the time of the run.
     """
 
     num_requests: int
@@ -99,6 +100,7 @@ class Summary:
     makespan_s: float
     prefix_hit_rate: float
     num_images_encoded: int = 0
+    mean_replicas: float = 1.0
 
     def to_dict(self) -> dict[str, Number]:
         """Flat: a distribution as ``jct_s_mean``, ``jct_s_p50``, ``jct_s_p99``. The keys are a contract."""
@@ -121,13 +123,14 @@ def summarize(
     num_failed: int = 0,
     num_padding_tokens: int = 0,
     num_images_encoded: int = 0,
+    mean_replicas: float = 1.0,
 ) -> Summary:
     """The numbers of a run that has ended; O(n log n) in its requests.
 
     Args:
         num_failed: Requests that did not run to their end.
         num_padding_tokens: Tokens computed only as padding.
-        num_images_encoded: As ``Summary`` has it.
+        num_images_encoded, mean_replicas: As ``Summary`` has them.
     """
     done, usage = recorder.done, recorder.usage.values()
     num_good = sum(map(sla.meets, done))
@@ -168,6 +171,7 @@ def summarize(
         makespan_s=makespan_s,
         prefix_hit_rate=_ratio(sum(record.cached_len for record in done), num_prompts),
         num_images_encoded=num_images_encoded,
+        mean_replicas=mean_replicas,
     )
 
 
@@ -244,6 +248,7 @@ _COUNTS = {
     "KV memory, peak share": "memory_peak_share",
     "prefix hit rate": "prefix_hit_rate",
     "pictures encoded": "num_images_encoded",
+    "replicas, mean": "mean_replicas",
     "steps": "num_steps",
     "makespan s": "makespan_s",
 }

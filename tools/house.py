@@ -139,7 +139,7 @@ def measures() -> dict[str, Any]:
         "test_lines": num_lines("tests"),
         "files": len(python_files("farsight", *ROOMS, "lab")),
         "http_floors": floors({module: others & http.keys() for module, others in http.items()}),
-        "files_to_first_token": files_to_first_token(SchedulerConfig().preset),
+        "files_to_first_token": files_to_first_token("fcfs"),
         "settings_declared_twice": settings_declared_twice(),
         "modules_in_circles": [" <-> ".join(each) for imports in rooms.values() for each in circles(imports)],
         "class_names_twice": class_names_twice(*ROOMS),

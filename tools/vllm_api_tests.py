@@ -1,7 +1,7 @@
 """Runs vLLM's own API tests against any server of OpenAI's API: Farsight, or vLLM itself for comparison.
 
     git clone --filter=blob:none https://github.com/vllm-project/vllm && git -C vllm checkout 5df63a720
-    farsight serve MODEL_DIR --served-model-name $(python -m tools.vllm_api_tests names)
+    farsight serve MODEL_DIR $(python -m tools.vllm_api_tests names)
     python -m tools.vllm_api_tests run vllm --python VENV/bin/python --model MODEL_DIR --url http://127.0.0.1:8000
 
 VENV holds vLLM, whose classes the tests import; nothing of it runs. The tests start servers of several models: each
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -98,6 +99,17 @@ def pytest_configure(config: Any) -> None:
     repositories.hf_api = lambda: hub  # type: ignore[attr-defined]
 
 
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Leaves out the tests of vLLM's own classes, which ask no server and pass whatever runs."""
+
+    def asks(item: Any) -> bool:
+        fixtures = {"server", "client"} & set(item.fixturenames)
+        return bool(fixtures) or "RemoteOpenAIServer(" in inspect.getsource(item.function)
+
+    config.hook.pytest_deselected(items=[item for item in items if not asks(item)])
+    items[:] = [item for item in items if asks(item)]
+
+
 def run(checkout: Path, python: Path, url: str, model: Path, files: list[str]) -> dict[str, str]:
     """Returns what became of each test: ``passed``, ``skipped``, or why it failed in one line."""
     folder = "tests/entrypoints/openai"
@@ -125,7 +137,8 @@ def main() -> None:
     """Prints the names to serve, or runs the tests and prints what failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("names", help="the names under which the model has to be served")
+    naming = commands.add_parser("names", help="print the flags of the names under which the model has to be served")
+    naming.add_argument("--bare", action="store_true", help="names without flags, for one flag of vLLM's own")
     running = commands.add_parser("run", help="run the tests")
     running.add_argument("checkout", type=Path, help=f"vLLM's sources at {COMMIT}")
     running.add_argument("--python", type=Path, required=True, help="interpreter with vLLM, openai, pytest-asyncio")
@@ -138,7 +151,8 @@ def main() -> None:
     running.add_argument("--files", nargs="*", default=[], help="instead of FILES")
     arguments = parser.parse_args()
     if arguments.command == "names":
-        sys.stdout.write(" ".join(NAMES) + "\n")
+        names = NAMES if arguments.bare else [f"--served-model-name={name}" for name in NAMES]
+        sys.stdout.write(" ".join(names) + "\n")
         return
     python = arguments.python.absolute()  # not resolved: a link leads out of its environment
     found = run(arguments.checkout, python, arguments.url, arguments.model.resolve(), arguments.files)

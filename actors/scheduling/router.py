@@ -413,17 +413,10 @@ class FleetShell(Component, RouterCalls):
             await self._handle(HistoryLearned(forecast))
 
     def _outlook(self) -> LoadSnapshot:
-        config, takers = self.context.config, self._machine.own_takers()
+        config = self.context.config
         preset = config.scheduler.preset
-        return LoadSnapshot(
-            demand=self._machine.demand(),
-            num_replicas=len(takers),
-            max_num_seqs=max_running(preset, config.engine.max_num_seqs, config.batch.batch_size),
-            kv_tokens=min((ready.num_blocks * ready.block_size for ready in takers), default=0),
-            joins=not is_batch_mode(preset),
-            cost=self._cost,
-            lengths=self._machine.usual_lengths(),
-        )
+        places = max_running(preset, config.engine.max_num_seqs, config.batch.batch_size)
+        return self._machine.outlook(places, self._cost, joins=not is_batch_mode(preset))
 
 
 class Router(FleetShell):

@@ -37,6 +37,7 @@ from farsight.core.messages.tokens import TokenBatches, TokenDelta, TokenPoll
 from farsight.core.processors import bind_to_node, compute_threads
 from farsight.engine.native.library import is_compiling
 from farsight.kvcache.step_batch import step_sample
+from farsight.kvcache.tiers import TierCounts
 from farsight.policies.compose import predicts_requests
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ class ModelWorker(Component, WorkerCalls):
         text = "Steps cut off by scheduler.mlfq = preemption."
         self._cut_off = family(registry, Counter, "farsight:steps_cut_off", text)
         self._num_ooms = 0  # already in the metric
+        text = "Blocks of KV saved to tiers below the device, brought back from them, and lost, by what happened."
+        self._tier_blocks = family(registry, Counter, "farsight:kv_tier_blocks", text, ("event",))
+        self._tier_counts = TierCounts()  # already in the metric
         self._num_steps = self._num_prefilled = self._num_decoded = 0
 
     async def start(self) -> None:
@@ -259,6 +263,7 @@ class ModelWorker(Component, WorkerCalls):
         num_ooms = worker.runner.num_ooms
         self._ooms.inc(num_ooms - self._num_ooms)
         self._num_ooms = num_ooms
+        self._count_tiers(worker)
         self._count_prefixes(worker)
         self._count_drafts(worker)
         if step.gap_s is not None:
@@ -277,6 +282,13 @@ class ModelWorker(Component, WorkerCalls):
             queries, hits = self._prefix_counts
             self._metrics.prefix_cache(counts[0] - queries, counts[1] - hits)
             self._prefix_counts = counts
+
+    def _count_tiers(self, worker: Worker) -> None:
+        tiers = worker.executor.tiers
+        if tiers is not None and tiers.counts is not self._tier_counts:
+            before, self._tier_counts = self._tier_counts, tiers.counts
+            for event, count in dataclasses.asdict(tiers.counts).items():
+                self._tier_blocks.labels(event).inc(count - getattr(before, event))
 
     def _count_drafts(self, worker: Worker) -> None:
         if worker.speculation is not None and worker.speculation.counts is not self._draft_counts:

@@ -148,6 +148,13 @@ class EngineConfig:
             all if the served context exceeds the original window, else none. With ``request``: each whose prompt and
             limit of output exceed the window together, as transformers chooses for a sequence of that length.
             ``request`` needs the CPU and one process for a replica; the two kinds share no cached prefixes.
+        disk_kv: Folder in which the KV of ended requests is kept, and found again by the next turn of a conversation,
+            also after a restart. Whoever can read it can tell what was said: it is made for the server's user alone.
+            Empty: none is kept. It needs the CPU, one process for a replica and ``prefix_cache``.
+        disk_kv_bytes: Most bytes of the folder, as ``20GiB``; the least recently used blocks leave first.
+        disk_kv_tenant_bytes: Most bytes of one tenant, who then loses his own blocks; ``0`` is no limit of his own.
+        disk_kv_hourly_bytes: Most bytes that a worker writes in an hour, since writing wears a disk out; ``0`` is no
+            limit.
     """
 
     device: str = "cpu"
@@ -167,6 +174,10 @@ class EngineConfig:
     kv_dtype: str = "auto"
     speculation: str = "auto"
     long_factors: str = "served"
+    disk_kv: str = ""
+    disk_kv_bytes: str = "20GiB"
+    disk_kv_tenant_bytes: str = "0"
+    disk_kv_hourly_bytes: str = "20GiB"
 
     def __post_init__(self) -> None:
         require(self.max_num_seqs >= 1, "engine.max_num_seqs", self.max_num_seqs, "an integer >= 1")
@@ -186,6 +197,12 @@ class EngineConfig:
         self._check_device()
         if self.kv_dtype == "int8":
             self._check_int8_kv()
+        self.disk_bytes("disk_kv_bytes")
+        self.disk_bytes("disk_kv_tenant_bytes")
+        self.disk_bytes("disk_kv_hourly_bytes")
+        if self.disk_kv:
+            require(self.device == "cpu", "engine.disk_kv", self.disk_kv, "empty where device is not cpu")
+            require(self.prefix_cache, "engine.disk_kv", self.disk_kv, "empty where prefix_cache is false")
 
     def _check_device(self) -> None:
         known = self.device in ("cpu", "cuda") or bool(self.profile)
@@ -232,6 +249,14 @@ class EngineConfig:
         if text in ("0", "auto"):
             return 0 if text == "0" else None
         return _parse_memory("engine.host_kv_memory", text, "auto, or 0 for none")
+
+    def disk_bytes(self, name: str) -> int:
+        """Returns a setting of the folder ``disk_kv`` in bytes; 0 for ``0``."""
+        text = getattr(self, name)
+        needs_some = name == "disk_kv_bytes"
+        if text == "0" and not needs_some:
+            return 0
+        return _parse_memory(f"engine.{name}", text, "a size" if needs_some else "0")
 
 
 def _parse_memory(field: str, text: str, otherwise: str) -> int:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
+from farsight.core.request import Residency
+
 
 class BlockName(NamedTuple):
     """Names a full block within one ``KVIdentity``.
@@ -51,6 +53,23 @@ class KVIdentity:
         """Returns 16 bytes that differ where any field does."""
         text = "\0".join(f"{name}={value}" for name, value in asdict(self).items())
         return blake2b(text.encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a sequence got back from the tiers when it started.
+
+    Attributes:
+        num_tokens: Tokens of its prompt that came back.
+        tier: The slowest tier that they came from.
+        seconds: What that took.
+        compute_s: What it would have taken to compute them; 0 where nothing was measured.
+    """
+
+    num_tokens: int
+    tier: Residency
+    seconds: float
+    compute_s: float
 
 
 @dataclass(frozen=True, slots=True)

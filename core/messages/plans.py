@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from farsight.core.messages.kv import NO_TRAFFIC, KVTraffic
+from farsight.core.messages.kv import NO_TRAFFIC, Brought, KVTraffic
 from farsight.core.messages.step_times import StepSample
 from farsight.core.request import Request, Residency, SequenceStatus
 
@@ -104,7 +104,7 @@ class FinishedSequence:
         cached_len: Prompt tokens that it found in the prefix cache when it first started.
         ran_s: Seconds of all the steps that it took part in.
         gpu_s: Its share of them (``core.costs.row_shares``); 0 from another server.
-        restored_len: Tokens of ``cached_len`` that came back from the host or a disk.
+        brought: What came back from tiers below the device when it first started; None if nothing did.
     """
 
     request_id: str
@@ -114,7 +114,7 @@ class FinishedSequence:
     cached_len: int = 0
     ran_s: float = 0.0
     gpu_s: float = 0.0
-    restored_len: int = 0
+    brought: Brought | None = None
 
 
 @dataclass(frozen=True, slots=True)

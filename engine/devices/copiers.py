@@ -27,10 +27,10 @@ class KVCopier(Copies):
     The executor ensures that no step writes a source or touches a target while its copy is in flight.
     """
 
-    def __init__(self, device: KVPool, host: KVPool) -> None:
+    def __init__(self, device: KVPool, host: KVPool | None) -> None:
         super().__init__()
         self._device = device
-        self._host = host
+        self.host = host
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copier")
 
     def begin(self, copy: KVCopy) -> None:
@@ -38,10 +38,11 @@ class KVCopier(Copies):
 
     @torch.inference_mode()
     def _run(self, copy: KVCopy) -> None:
+        assert self.host is not None, "sequences move only where there is a host pool"
         if copy.to is Residency.HOST:
-            self._host.copy_blocks(copy.target, self._device, copy.source)
+            self.host.copy_blocks(copy.target, self._device, copy.source)
         else:
-            self._device.copy_blocks(copy.target, self._host, copy.source)
+            self._device.copy_blocks(copy.target, self.host, copy.source)
 
 
 class Stream(Protocol):

@@ -74,9 +74,7 @@ def load_library(parts: Parts = PARTS) -> ctypes.CDLL:
     Raises:
         NativeUnavailable: no compiler, or it fails.
     """
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise NativeUnavailable(NO_COMPILER)
+    compiler = _compiler()
     path = cache_dir() / f"step-{_fingerprint(compiler, parts)}.so"
     if not path.exists():
         _compiling.set()
@@ -90,6 +88,18 @@ def load_library(parts: Parts = PARTS) -> ctypes.CDLL:
         raise NativeUnavailable(f"{path}: {error}") from error
 
 
+def _compiler() -> str:
+    found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        raise NativeUnavailable(NO_COMPILER)
+    return found
+
+
+def compiled_name() -> str:
+    """Returns a name of the compiled step: another one where sources, compiler or processor are others."""
+    return _fingerprint(_compiler(), PARTS)
+
+
 def is_compiling() -> bool:
     """Whether this process is building the compiled step right now; may be asked by any thread."""
     return _compiling.is_set()
@@ -98,13 +108,13 @@ def is_compiling() -> bool:
 def _fingerprint(compiler: str, parts: Parts) -> str:
     """Hash of the sources, the compiler and the processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    texts = [version, repr((COMPILE_FLAGS, parts)).encode(), _processor().encode()]
+    texts = [version, repr((COMPILE_FLAGS, parts)).encode(), processor().encode()]
     own = {_HERE / source for source, *_ in parts}
     texts += [path.read_bytes() for path in sorted({*_HERE.glob("*.h"), *_HERE.glob("*.cpp"), *own})]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """Text that identifies the processor's instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -6,6 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import torch
@@ -277,6 +278,9 @@ class ParallelCopier:
         with self._changed:
             self._parts[copy.copy_id] = 1 + len(self._lead.links)
         self._lead.begin_copy(copy)
+
+    def look(self, names: SequenceOf[int], tenant: str) -> None:
+        """Finds nothing: replicas of several ranks keep no KV below the host."""
 
     def take_done(self) -> list[tuple[int, bool]]:
         """Returns (copy id, whether it failed) of the copies that have ended since the last call."""

@@ -12,10 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from farsight.core.costs import StepCost
 from farsight.core.forecast import ForecastMade
 from farsight.core.messages.placement import PrefixView, ReplicaView
 from farsight.core.messages.plans import KVCacheEvent, StartedRequest, WorkerReady
-from farsight.core.messages.requests import Demand, Key, Placed
+from farsight.core.messages.requests import Demand, Key, LoadSnapshot, Placed
 from farsight.core.request import Request
 from farsight.policies.fleet.events import (
     AskCache,
@@ -143,6 +144,19 @@ class FleetMachine(ABC):
         takers = [each.ready for each in self._table.replicas() if each.takes]
         return [ready for ready in takers if ready is not None and not ready.external]
 
+    def outlook(self, max_num_seqs: int, cost: StepCost | None, *, joins: bool) -> LoadSnapshot:
+        """Returns the load from which the queue delay is predicted.
+
+        Args:
+            max_num_seqs: Most requests that a replica runs at once.
+            cost: Of the replicas' steps; None while unknown.
+            joins: Whether requests join a running batch.
+        """
+        takers = self.own_takers()
+        kv_tokens = min((ready.num_blocks * ready.block_size for ready in takers), default=0)
+        lengths = () if self._table.usual is None else self._table.usual.quantiles
+        return LoadSnapshot(self.demand(), len(takers), max_num_seqs, kv_tokens, joins, cost, lengths)
+
     def replica_views(self) -> tuple[ReplicaView, ...]:
         """Returns a view of every known replica, for people to look at."""
         return tuple(each.view() for each in self._table.replicas())
@@ -159,10 +173,6 @@ class FleetMachine(ABC):
     def demand(self) -> Demand:
         """Returns the demand as ``RequestTable.demand`` does."""
         return self._table.demand()
-
-    def usual_lengths(self) -> tuple[float, ...]:
-        """Returns the quantiles of ``LoadSnapshot.lengths``."""
-        return () if self._table.usual is None else self._table.usual.quantiles
 
     def placed(self, request_id: str, attempt: int) -> Placed:
         """Returns where an attempt was placed; an empty replica if it waits."""

@@ -134,7 +134,7 @@ class SessionTable:
                 counts.prompt_tokens += turn.prompt_len
                 counts.new_tokens += turn.new_len
                 counts.computed_tokens += turn.prompt_len - finished.cached_len
-                counts.restored_tokens += finished.restored_len
+                counts.restored_tokens += 0 if finished.brought is None else finished.brought.num_tokens
             counts.output_tokens += finished.output_len
             counts.gpu_s += finished.gpu_s
         self._touch(turn.key, session, -1, now)

@@ -279,9 +279,16 @@ class DecisionTrace:
             "num_drops": scheduled.num_preemptions,
             "num_offloads": (scheduled.num_moves + 1) // 2,
         }
-        forecast = scheduled.shown_forecast
+        forecast, brought = scheduled.shown_forecast, fact.brought
         if forecast is not None:
             facts["predicted_tokens"] = forecast.mean
+        if brought is not None:
+            facts |= {"brought_tokens": brought.num_tokens, "brought_from": brought.tier.name.lower()}
+            facts |= {
+                "prompt_tokens": scheduled.prompt_len,
+                "brought_s": brought.seconds,
+                "compute_s": brought.compute_s,
+            }
         self._note(scheduled, "finished", now, facts)
         self.accounts.close(scheduled.request_id)
 

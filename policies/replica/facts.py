@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from farsight.core.messages.kv import Brought
 from farsight.core.request import Request, SequenceStatus
 from farsight.policies.interfaces import Job, ScheduledRequest
 
@@ -111,7 +112,8 @@ class Left(Fact):
 
 @dataclass(slots=True, eq=False)
 class EndReached(Fact):
-    """A request has reached its end in the worker."""
+    """A request has reached its end in the worker; ``brought`` is what came back from tiers at its start."""
 
     scheduled: ScheduledRequest
     status: SequenceStatus
+    brought: Brought | None = None

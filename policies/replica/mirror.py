@@ -87,9 +87,9 @@ class WorkerMirror:
     def num_waiting(self) -> int:
         return len(self.requests) - len(self.admitted)
 
-    def end(self, scheduled: ScheduledRequest, finished: FinishedSequence) -> None:
+    def end(self, scheduled: ScheduledRequest, finished: FinishedSequence, now: float) -> None:
         """Books the end of a sequence on the worker, perhaps before any report of its progress."""
-        scheduled.end(finished.output_len, finished.ran_s)
+        scheduled.end(finished.output_len, finished.ran_s, now)
         if finished.status in _WHOLE:
             self.prefilled(scheduled, scheduled.prompt_len)
 
@@ -208,16 +208,13 @@ class WorkerMirror:
                 grown.append((each.tenant, more_s))
         return grown
 
-    @property
-    def gpu_s(self) -> float:
-        """GPU-seconds of all tenants, as last reported."""
-        return sum(self._services.values())
-
-    def apply_progress(self, scheduled: ScheduledRequest, progress: SlotProgress) -> float:
+    def apply_progress(self, scheduled: ScheduledRequest, progress: SlotProgress, now: float) -> float:
         """Takes over what a report says of one request; returns the seconds that it ran since the report before."""
         assert self.worker is not None
         believed_len = scheduled.cached_len
         ran_s = scheduled.update(progress, self.worker.block_size)
+        if scheduled.first_token_at is None and progress.output_len:
+            scheduled.first_token_at = now
         self.prefilled(scheduled, progress.computed_len)
         if scheduled.num_blocks or scheduled.cached_len != believed_len:
             self._hits.reported(scheduled)

@@ -104,6 +104,7 @@ class ReplicaScheduler:
         self.limits = limits
         self._mirror = mirror = WorkerMirror(policies.order.changed)
         self.shares = shares = FairShares(limits.max_num_seqs)
+        self.gpu_s = 0.0  # of all requests so far
         self.places = places = PlaceLimit(limits.max_num_seqs, limits.max_num_seqs)
         self._trace = DecisionTrace(policies, places, mirror.requests, mirror.admitted, shares)
         self._promises = PromiseMaker(limits.max_num_seqs)
@@ -124,11 +125,6 @@ class ReplicaScheduler:
     @property
     def num_prompt_tokens(self) -> int:
         return self._mirror.num_prompt_tokens
-
-    @property
-    def gpu_s(self) -> float:
-        """GPU-seconds of all requests since the worker began."""
-        return self._mirror.gpu_s
 
     @property
     def num_running(self) -> int:
@@ -389,9 +385,7 @@ class ReplicaScheduler:
                 continue
             if progress.ran_s > 0 and not scheduled.started:
                 yield RequestStarted(scheduled.first_run(progress.cached_len, progress.ran_s, now))
-            ran_s = mirror.apply_progress(scheduled, progress)
-            if scheduled.first_token_at is None and progress.output_len:
-                scheduled.first_token_at = now
+            ran_s = mirror.apply_progress(scheduled, progress, now)
             if ran_s > 0:
                 scheduled.last_ran_at = now
                 self.order.ran(scheduled, ran_s, now)
@@ -403,6 +397,7 @@ class ReplicaScheduler:
     def _charge(self, services: Iterable[TenantService]) -> None:
         for tenant, gpu_s in self._mirror.apply_services(services):
             self.shares.charge(tenant, gpu_s)
+            self.gpu_s += gpu_s
 
     def _book_place(self, scheduled: ScheduledRequest, progress: SlotProgress) -> Iterator[Fact]:
         """Books a place that the worker has given by itself, or an offload that it has refused."""
@@ -438,8 +433,8 @@ class ReplicaScheduler:
         if finished.ran_s > 0 and not scheduled.started:
             yield RequestStarted(scheduled.first_run(finished.cached_len, finished.ran_s, now))
         self._let_go(finished.request_id)
-        self._mirror.end(scheduled, finished)
-        yield EndReached(scheduled, finished.status)
+        self._mirror.end(scheduled, finished, now)
+        yield EndReached(scheduled, finished.status, finished.brought)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
         if not scheduled.request.prefill_only:  # its length is no sample of output lengths
             self.order.learn(scheduled, censored=censored)
@@ -447,8 +442,6 @@ class ReplicaScheduler:
             self._promises.ended(scheduled, now, censored=censored)
         else:
             self._promises.left(finished.request_id)
-        if scheduled.first_token_at is None and finished.output_len:
-            scheduled.first_token_at = now
         yield RequestEnded(finished, scheduled.arrived_at, now, scheduled.shown_forecast, scheduled.first_token_at)
 
     # -- Decide: whose turn it is

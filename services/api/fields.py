@@ -46,12 +46,15 @@ CONTENT = 'a string or a non-empty list of {"type": "text", "text": ...} parts'
 
 MAX_PRIORITY = 2**31 - 1
 
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages that chat templates are made for."""
+
 EXPECTED: dict[str, str] = {
     "": "a JSON object",
     "model": "the name of the served model, as a string",
     "prompt": PROMPT,
     "messages": "a non-empty list of messages",
-    "messages.role": "'system', 'developer', 'user', 'assistant' or 'tool'",
+    "messages.role": "'system', 'developer', 'user', 'assistant', 'tool', or another name that the chat template shows",
     "messages.tool_calls": "a list of calls, each with id, type 'function' and function, or 'custom' and custom",
     "messages.tool_calls.function.arguments": "a JSON object as text, in a string",
     "messages.tool_call_id": "the id of the call that this message answers, as a string",
@@ -242,8 +245,13 @@ def _json(value: Any) -> str:
     return names[value] if value is None or isinstance(value, bool) else repr(value).replace("'", '"')
 
 
-def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, NeutralOnly]) -> Any:
+def strip_neutral(
+    data: Any, known: Iterable[str], neutral: Mapping[str, NeutralOnly], *, takes_unknown: bool = False
+) -> Any:
     """Drops unsupported fields that hold a neutral value, and unknown ones that say nothing.
+
+    Args:
+        takes_unknown: Whether unknown fields are dropped whatever they hold, unless they look like a known one.
 
     Raises:
         PydanticCustomError: An unsupported field holds another value, or a field is unknown.
@@ -258,7 +266,8 @@ def strip_neutral(data: Any, known: Iterable[str], neutral: Mapping[str, Neutral
         elif name not in neutral:
             if is_empty(value):
                 continue
-            raise _unknown_field(name, fields)
+            if not takes_unknown or difflib.get_close_matches(name, fields):
+                raise _unknown_field(name, fields)
         elif not neutral[name].accepts(value):
             raise refused(f".{name}", value, neutral[name].expected)
     return kept
@@ -282,9 +291,10 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     neutral: ClassVar[Mapping[str, NeutralOnly]] = {}
+    takes_unknown: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
     def _strip_neutral(cls, data: Any) -> Any:
         names = [field.alias or name for name, field in cls.model_fields.items()]
-        return strip_neutral(data, names, cls.neutral)
+        return strip_neutral(data, names, cls.neutral, takes_unknown=cls.takes_unknown)

@@ -338,11 +338,15 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatMessage(StrictModel):
-    """``content`` is null, or not there, only beside ``tool_calls`` or ``reasoning_content``."""
+    """``content`` is null, or not there, only beside ``tool_calls`` or ``reasoning_content``.
+
+    Clients keep notes of their own in messages: what has no name of a field, or nearly one, is not looked at.
+    """
 
     neutral: ClassVar[Mapping[str, NeutralOnly]] = MESSAGE_NEUTRAL
+    takes_unknown: ClassVar[bool] = True
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str = Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")
     content: Content
     name: str | None = None
     tool_calls: list[AnyCall] | None = Field(None, max_length=MAX_CALLS, description="Calls that this answer made.")

@@ -1,9 +1,10 @@
-"""``POST /tokenize`` and ``POST /detokenize``: what a prompt becomes, and the text of tokens. Both run nothing."""
+"""``POST /tokenize`` and ``/detokenize``: what a prompt becomes, and the text of tokens; ``GET /tokenizer_info``."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -11,7 +12,7 @@ from starlette.responses import Response
 
 from farsight.core.request import check_token_ids
 from farsight.services.api.access.keys import own_salt
-from farsight.services.api.backend import Generator
+from farsight.services.api.backend import Generator, ModelInfo
 from farsight.services.api.bodies import JsonRoute, LargeBodyRoute
 from farsight.services.api.errors import ERRORS
 from farsight.services.api.fields import StrictModel, refused
@@ -19,6 +20,8 @@ from farsight.services.api.generate import while_connected
 from farsight.services.api.requests import check_model, prompt_ids_of
 from farsight.services.api.schemas import ChatTurn
 from farsight.services.api.text.prompts import PromptEncoder
+from farsight.tokenization.gguf_file import is_gguf
+from farsight.tokenization.model_dir import model_file, read_json_file
 
 
 class TokenizeRequest(ChatTurn):
@@ -86,6 +89,11 @@ def token_routes(backend: Generator, encoder: PromptEncoder, *, shares_across_ke
         names = [encoder.texts.text(token_id) for token_id in ids] if body.return_token_strs else None
         return TokenizeReply(count=len(ids), max_model_len=model.max_model_len, tokens=list(ids), token_strs=names)
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """The tokenizer's own configuration, and the chat template in use."""
+        return await asyncio.to_thread(_tokenizer_info, backend.model, encoder)
+
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeReply:
         check_model(body.model, backend.model)
@@ -93,3 +101,16 @@ def token_routes(backend: Generator, encoder: PromptEncoder, *, shares_across_ke
         return DetokenizeReply(prompt=(await asyncio.to_thread(encoder.echo, body.tokens)).text)
 
     return router
+
+
+def _tokenizer_info(model: ModelInfo, encoder: PromptEncoder) -> dict[str, Any]:
+    path = (
+        None if not model.root or is_gguf(Path(model.root)) else model_file(Path(model.root), "tokenizer_config.json")
+    )
+    found = {} if path is None else read_json_file(path)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.max_model_len,
+        **found,
+        "chat_template": encoder.template or None,
+    }

@@ -62,6 +62,7 @@ class Answer:
         late_s: Seconds between its due time and its sending; None in a closed loop.
         chunks_at: When each chunk with a choice arrived.
         num_tokens: Number of output tokens.
+        cached_tokens: Prompt tokens that the server says it did not compute.
         finish_reason: Why it ended, as the server says: ``length`` if it was cut.
         failure: The reason why it does not count, or None.
     """
@@ -74,6 +75,7 @@ class Answer:
     chunks_at: list[float] = field(default_factory=list)
     num_tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     counted_by: CountedBy = CountedBy.CHUNKS
     finish_reason: str | None = None
     failure: Failure | None = None
@@ -170,6 +172,7 @@ class StreamReader:
         )  # The last line may lack its newline.
         usage = self._usage or {}
         answer.prompt_tokens = usage.get("prompt_tokens") or 0
+        answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         if isinstance(usage.get("completion_tokens"), int):
             answer.num_tokens, answer.counted_by = usage["completion_tokens"], CountedBy.USAGE
         elif answer.finish_reason == "length":

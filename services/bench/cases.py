@@ -9,11 +9,22 @@ from pathlib import Path
 
 from farsight.services.bench.client import count_prompt
 from farsight.services.bench.datasets import chat_requests, prefix_requests, text_requests, trace_requests
-from farsight.services.bench.load import run_async
+from farsight.services.bench.load import Load, Turns, run_async
 from farsight.services.bench.options import BenchOptions, body_form
 from farsight.services.bench.requests import BenchRequest, PromptPart, clipped
 from farsight.services.bench.targets import BenchTarget, make_call
-from farsight.services.bench.workloads import GAMMA_CV, drawn_arrivals, make_workload, replayed_arrivals
+from farsight.services.bench.workloads import (
+    GAMMA_CV,
+    TALK_TOKENS,
+    TURNS,
+    drawn_arrivals,
+    make_conversations,
+    make_workload,
+    replayed_arrivals,
+)
+
+NUM_TALKS = 8
+"""Conversations at once where ``--concurrency`` does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +33,13 @@ class Case:
 
     Attributes:
         name: Name in tables.
-        load: The number of requests in flight, or the due time of each request in seconds.
+        load: As of ``load.measure``.
         later: Requests of the rounds after the first; where there are none, every round has the same.
     """
 
     name: str
     requests: Sequence[BenchRequest]
-    load: int | Sequence[float]
+    load: Load
     later: Sequence[Sequence[BenchRequest]] = ()
 
     def of_round(self, number: int) -> Sequence[BenchRequest]:
@@ -53,6 +64,8 @@ def make_cases(options: BenchOptions) -> list[Case]:
     """
     if options.chat_texts is not None:
         return _chat_cases(options, options.chat_texts)
+    if options.conversations:
+        return [_conversations(options, num_talks) for num_talks in options.concurrency or (NUM_TALKS,)]
     cases = []
     for name, drawn in _sources(options):
         requests = clipped(drawn, options.max_prompt_tokens, options.max_output_tokens)
@@ -81,6 +94,11 @@ def _chat_cases(options: BenchOptions, path: Path) -> list[Case]:
         closed = Case(f"{path.name}, {load} in flight", first, load)
         cases.append(replace(closed if load else _open_loop(path.name, first, options), later=later))
     return cases
+
+
+def _conversations(options: BenchOptions, num_talks: int) -> Case:
+    requests, gaps_s = make_conversations(num_talks, options.max_prompt_tokens or TALK_TOKENS, options.seed)
+    return Case(f"{num_talks} conversations of {TURNS} turns", requests, Turns(TURNS, tuple(gaps_s)))
 
 
 def _sources(options: BenchOptions) -> list[tuple[str, list[BenchRequest]]]:

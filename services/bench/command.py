@@ -45,6 +45,9 @@ def bench(
         typer.Option(help="Real chats, answered to their natural ends: a prompt per line, JSONL, or ShareGPT's JSON."),
     ] = None,
     prefix_groups: Annotated[Path | None, typer.Option(help="JSONL of prefixes with their requests.")] = None,
+    conversations: Annotated[
+        bool, typer.Option("--conversations", help="Conversations of 10 turns, as many as --concurrency (default: 8).")
+    ] = False,
     num_requests: Annotated[int, typer.Option(help="Most requests per run.")] = 256,
     concurrency: Annotated[
         str | None, typer.Option(help="Closed loop: in flight at once, as 1,32,128 (default: 32).")

@@ -14,7 +14,7 @@ from farsight.core.errors import ConfigError
 from farsight.services.bench.answers import Sla
 from farsight.services.bench.cases import Case, fit_cases, make_cases
 from farsight.services.bench.client import find_model
-from farsight.services.bench.load import Connection, RunResult, measure, run_async
+from farsight.services.bench.load import Connection, RunResult, Turns, measure, run_async
 from farsight.services.bench.options import BenchOptions, body_form, check_options, read_sla
 from farsight.services.bench.report import case_table, provenance, write_json
 from farsight.services.bench.statistics import (
@@ -70,10 +70,22 @@ class Bench:
                 runs[target.label].append(self._measure(target, case, number, salt))
         record = self._record(case, runs)
         self._say(f"\n{case_table(record)}")
+        if isinstance(case.load, Turns):
+            self._tell_computed(runs, case.load.each)
         self._tell_errors(record)
         if self._options.plots is not None:
             self._plot(case, runs, self._options.plots)
         return record
+
+    def _tell_computed(self, runs: dict[str, list[RunResult]], num_turns: int) -> None:
+        """Prints how many prompt tokens servers have computed for each that was new in a conversation."""
+        for label, results in runs.items():
+            for number, run in enumerate(results, start=1):
+                told = [answer.prompt_tokens for answer in run.answers]
+                new = sum(max(told[first : first + num_turns]) for first in range(0, len(told), num_turns))
+                computed = sum(told) - sum(answer.cached_tokens for answer in run.answers)
+                share = f", {computed / new:.2f} for each" if new else ""
+                self._say(f"{label}, round {number}: {computed} prompt tokens computed for {new} new ones{share}")
 
     def _next_salt(self) -> int:
         """A salt that makes new prompts, so that no prefix cache helps; none if all runs send the same prompts."""
@@ -99,7 +111,8 @@ class Bench:
     def _warm_up(self, target: BenchTarget, case: Case) -> None:
         """Sends a few short requests that are not counted; a request that fails here fails again in the run."""
         connection, salt = self._connection(case), self._next_salt()
-        chosen = case.requests[: self._options.warm_up]
+        num = min(self._options.warm_up, 1) if isinstance(case.load, Turns) else self._options.warm_up
+        chosen = case.requests[:num]
         calls = [make_call(request, target.model, connection.form, salt, WARM_UP_TOKENS) for request in chosen]
         if calls:
             measure(target, calls, connection, case.load if isinstance(case.load, int) else len(calls))

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
@@ -109,14 +109,24 @@ class RunResult:
     usage: CpuUsage
 
 
-def measure(
-    target: BenchTarget, calls: Sequence[Call], connection: Connection, load: int | Sequence[float]
-) -> RunResult:
-    """Sends the calls and waits for the last answer.
+class Turns(NamedTuple):
+    """A load of conversations, all at once: each sends its next call a while after its last answer.
 
-    Args:
-        load: The number of calls in flight, or the due time of each call in seconds from the beginning.
+    Attributes:
+        each: Calls of a conversation; they follow each other.
+        gaps_s: Seconds before each call, from the answer before it.
     """
+
+    each: int
+    gaps_s: tuple[float, ...]
+
+
+Load = int | Turns | Sequence[float]
+"""The number of calls in flight, conversations, or the due time of each call in seconds from the beginning."""
+
+
+def measure(target: BenchTarget, calls: Sequence[Call], connection: Connection, load: Load) -> RunResult:
+    """Sends the calls and waits for the last answer."""
     return run_async(_measure(target, calls, connection, load))
 
 
@@ -134,9 +144,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _measure(
-    target: BenchTarget, calls: Sequence[Call], connection: Connection, load: int | Sequence[float]
-) -> RunResult:
+async def _measure(target: BenchTarget, calls: Sequence[Call], connection: Connection, load: Load) -> RunResult:
     tree = ProcessTree(target.server_pid) if target.server_pid is not None else None
     gc.collect()  # Collect the garbage of the preparation now, not during the run.
     async with open_client(target, connection.form, connection.timeout_s, connection.keep_alive) as client:
@@ -144,6 +152,8 @@ async def _measure(
         began_at = time.perf_counter()
         if isinstance(load, int):
             answers = await _closed_loop(client, calls, load)
+        elif isinstance(load, Turns):
+            answers = await _converse(client, calls, load)
         else:
             answers = await _open_loop(client, calls, load, began_at)
         wall_s = time.perf_counter() - began_at
@@ -171,6 +181,20 @@ async def _closed_loop(client: Client, calls: Sequence[Call], concurrency: int) 
 
     await asyncio.gather(*(sender() for _ in range(min(concurrency, len(calls)))))
     return answers
+
+
+async def _converse(client: Client, calls: Sequence[Call], turns: Turns) -> list[Answer]:
+    """Runs all conversations side by side."""
+
+    async def talk(first: int) -> list[Answer]:
+        answers = []
+        for index in range(first, first + turns.each):
+            await asyncio.sleep(turns.gaps_s[index])
+            answers.append(await client.send(calls[index]))
+        return answers
+
+    talks = await asyncio.gather(*(talk(first) for first in range(0, len(calls), turns.each)))
+    return [answer for answers in talks for answer in answers]
 
 
 async def _open_loop(client: Client, calls: Sequence[Call], due_s: Sequence[float], began_at: float) -> list[Answer]:

@@ -33,6 +33,7 @@ class BenchOptions:
         model: One for all servers, one for each, or none to ask each server.
         server_pid: Process ids, one for each server or none.
         workload: Names of workloads; if empty, ``skewed`` unless a file is given.
+        conversations: Conversations take turns (``workloads.make_conversations``), as many as ``concurrency`` says.
         chat_texts: File of chats; the settings of ``CHATS`` go with it.
         concurrency: Requests in flight of each closed loop; 32 if empty and without ``rate`` and ``trace``.
         salt: Makes the prompts of this call differ from those of other calls; None draws one.
@@ -54,6 +55,7 @@ class BenchOptions:
     texts: Path | None = None
     chat_texts: Path | None = None
     prefix_groups: Path | None = None
+    conversations: bool = False
     num_requests: int = 256
     concurrency: tuple[int, ...] = ()
     rate: float | None = None
@@ -168,6 +170,7 @@ def _check_count(name: str, values: Sequence[Any], allowed: tuple[int, ...]) -> 
 def _check_source(options: BenchOptions) -> None:
     names = ("trace", "texts", "chat_texts", "prefix_groups")
     files = [_flag(name) for name in names if getattr(options, name) is not None]
+    files += ["--conversations"] if options.conversations else []
     if len(files) > 1 or (files and options.workload):
         given = [*files, *(["--workload"] if options.workload else [])]
         raise ConfigError(" ".join(given), "all of them", "one source of requests")
@@ -181,6 +184,8 @@ def _check_load(options: BenchOptions) -> None:
         raise ConfigError("--rate", options.rate, "not to be given with --concurrency: a load is closed or open")
     if "gamma" in options.workload and options.rate is None:
         raise ConfigError("--workload", "gamma", "an open loop; add --rate")
+    if options.conversations and options.rate is not None:
+        raise ConfigError("--rate", options.rate, "not to be given with --conversations, whose answers set the pace")
     if options.cv is not None and (options.rate is None or options.trace is not None):
         raise ConfigError("--cv", options.cv, "to be given with --rate, and without --trace, which has its own gaps")
     if options.time_scale is not None and (options.trace is None or options.rate is not None or options.concurrency):

@@ -61,6 +61,7 @@ def run_metrics(run: RunResult, sla: Sla | None = None) -> Metrics:
         "requests": len(run.answers),
         "errors": len(run.answers) - len(good),
         "prompt_tokens": sum(answer.prompt_tokens for answer in good),
+        "cached_prompt_tokens": sum(answer.cached_tokens for answer in good),
         "output_tokens": num_tokens,
         "chunks": num_chunks,
         "answers_ended": sum(answer.finish_reason not in (None, "length") for answer in good),

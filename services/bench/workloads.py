@@ -136,6 +136,36 @@ def _with_prefixes(
     return [replace(request, parts=(prefixes[zipf.draw(rng)], *request.parts)) for request in requests]
 
 
+TURNS = 10
+"""Turns of a conversation."""
+
+TALK_TOKENS = 6000
+"""Prompt of its last turn."""
+
+GAP_S = 0.8
+"""Mean seconds between an answer and the next turn: a tenth of what an agent's tools take in the median."""
+
+_REPLY_SHARE = 0.25
+_ANSWERS = (8, 48)
+
+
+def make_conversations(num_talks: int, num_tokens: int, seed: int) -> tuple[list[BenchRequest], list[float]]:
+    """Draws conversations of ``TURNS`` turns, whose prompts grow to ``num_tokens``, and the gaps before their turns.
+
+    The answers in later prompts are drawn as well, so that all servers get the same prompts.
+    """
+    rng, requests, gaps_s = random.Random(seed), list[BenchRequest](), list[float]()
+    for _ in range(num_talks):
+        parts: tuple[PromptPart, ...] = ()
+        shares = [rng.expovariate(1) + _REPLY_SHARE for _ in range(TURNS)]
+        for share in shares:
+            num_new = max(1, int(num_tokens * share / sum(shares)))
+            parts = (*parts, PromptPart(rng.getrandbits(31), num_new))
+            requests.append(BenchRequest(len(requests), rng.randint(*_ANSWERS), parts))
+            gaps_s.append(rng.expovariate(1 / GAP_S))
+    return requests, gaps_s
+
+
 def drawn_arrivals(num_requests: int, rate: float, cv: float, seed: int) -> list[float]:
     """Arrivals whose gaps are Gamma distributed.
 

@@ -104,6 +104,8 @@ def replay(
                 if value is not None:
                     raise ConfigError(flag, str(value), "none beside --trace: --prices says what steps take")
             experiment = experiment_of(config, replicas, max_num_seqs)
+            if config is None:  # as a server steps on such a device
+                experiment = dataclasses.replace(experiment, max_batch_tokens=1024 if prices == "cpu" else 8192)
             given = _Given(trace, prices, every, part, scale, kv_tokens, host_kv_tokens, disk_kv_bytes)
             _replay_trace(given, experiment, preset or (), html, as_json)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,15 @@ GpuOption = Annotated[
     typer.Option("--gpu", help="GPU whose data sheet gives the step times (default with --model: a100-80g)."),
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Model on that GPU (default with --gpu: llama-2-7b).")]
+MaxReplicasOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-replicas", help="Let the number of replicas follow the predicted queue delay, from --replicas to this."
+    ),
+]
+ReplicaStartOption = Annotated[
+    float, typer.Option("--replica-start-s", help="Seconds until an added replica takes requests.")
+]
 TensorParallelOption = Annotated[int | None, typer.Option("--tensor-parallel", help="GPUs per replica (default: 1).")]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Step times from a JSON file instead (default: a 7B model on an A100).")
@@ -83,12 +93,14 @@ _WITH_CONFIG = ("config", "out", "plot", "as_json")
 
 def simulate(
     context: typer.Context,
-    preset: Annotated[str | None, typer.Option(help="Scheduling preset (default: fcfs, or the server's).")] = None,
+    preset: Annotated[str | None, typer.Option(help="Scheduling preset (default: farsight, or the server's).")] = None,
     trace: TraceOption = "sharegpt-like",
     requests: RequestsOption = None,
     rate: RateOption = None,
     clients: ClientsOption = None,
     replicas: ReplicasOption = None,
+    max_replicas: MaxReplicasOption = None,
+    replica_start_s: ReplicaStartOption = 30.0,
     predictor: PredictorOption = "none",
     gpu: GpuOption = None,
     model: ModelOption = None,
@@ -134,6 +146,8 @@ def compare(
     rate: RateOption = None,
     clients: ClientsOption = None,
     replicas: ReplicasOption = None,
+    max_replicas: MaxReplicasOption = None,
+    replica_start_s: ReplicaStartOption = 30.0,
     predictor: PredictorOption = "none",
     gpu: GpuOption = None,
     model: ModelOption = None,
@@ -254,6 +268,7 @@ def experiment_from(given: Mapping[str, Any], preset: str | None, seed: int) -> 
         sla=Sla(value("sla_ttft"), value("sla_mtpot")),
         seed=seed,
     )
+    experiment = _scaled(experiment, value("config"), value("max_replicas"), values.get("replica_start_s", 30.0))
     return experiment if preset is None else experiment.under(preset)
 
 
@@ -282,6 +297,29 @@ def experiment_of(config: Path | None, replicas: int | None = None, max_num_seqs
         )
     flags = {"num_replicas": replicas, "max_num_seqs": max_num_seqs}
     return replace(experiment, **{name: value for name, value in flags.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _scaled(experiment: Experiment, config: Path | None, max_replicas: int | None, start_s: float) -> Experiment:
+    """Returns the experiment with the bounds of the number of replicas: those of a server's file, flags before it."""
+    from dataclasses import replace
+
+    from farsight.core.config.engine import ModelConfig
+    from farsight.core.config.load import load_config
+    from farsight.policies.presets import max_running
+    from farsight.simulator.cluster.fleet import Scaling
+
+    bounds = ModelConfig() if config is None else load_config(config, {}).model
+    least = experiment.num_replicas if max_replicas is not None else bounds.min_replicas
+    most = bounds.max_replicas if max_replicas is None else max_replicas
+    if not 0 <= start_s < math.inf:
+        raise ConfigError("--replica-start-s", start_s, "seconds >= 0")
+    if not most:
+        return experiment
+    if most < experiment.num_replicas:
+        raise ConfigError("--max-replicas", most, f"at least --replicas, {experiment.num_replicas}")
+    places = max_running(experiment.preset, experiment.max_num_seqs, experiment.batch.batch_size)
+    delays = bounds.target_queue_delay_s, bounds.scale_down_after_s
+    return replace(experiment, scaling=Scaling(least, most, *delays, places, start_s))
 
 
 def hardware(

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farsight.core.config.load import load_config
+from farsight.core.config.load import FarsightConfig, load_config
 from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
 from farsight.services.commands.ask import ApiKeyOption, JsonOption, key_for
 from farsight.services.commands.explain import print_explanation
@@ -47,11 +47,13 @@ MaxTokensOption = Annotated[
 TemperatureOption = Annotated[
     float | None, typer.Option(min=0, max=2, help="0 always takes the likeliest token; default: 1.")
 ]
-PresetOption = Annotated[str | None, typer.Option(help="In this process: the scheduling preset; default: fcfs.")]
+PresetOption = Annotated[str | None, typer.Option(help="In this process: the scheduling preset; default: farsight.")]
 WeightsOption = Annotated[str | None, typer.Option(help="In this process: full, float, int8 or int4.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=0, help="In this process: compute threads; 0: by the machine.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="In this process: a farsight.toml.")]
 LocalOption = Annotated[bool, typer.Option("--local", help="Use no server, even where one runs here.")]
+
+_LOOK_S = 0.2
 
 HELP = """/explain   why the last answer took as long as it did
 /new       forget the conversation
@@ -77,25 +79,49 @@ class Wanted:
     settings: dict[str, Any]
 
 
-def open_talk(wanted: Wanted, say: Callable[[str], None]) -> Talk:
-    """Returns a conversation with the named server, else with one here that serves this model, else in this process.
+def prepare(wanted: Wanted, say: Callable[[str], None]) -> str | FarsightConfig:
+    """Returns the address of the named server, else of one here that serves this model, else settings for this process.
+
+    A model of the catalogue is downloaded where this process needs it.
+
+    Raises:
+        FarsightError: A setting is wrong, or the model cannot be had.
+    """
+    url = wanted.url or (None if wanted.local else _server_here(wanted.model))
+    if url is not None:
+        return url
+    with _naming_model(wanted):
+        config = load_config(wanted.config, _overrides(wanted))
+        fetch_missing(config.model.path, say)
+        return config
+
+
+def open_talk(wanted: Wanted, found: str | FarsightConfig) -> Talk:
+    """Returns a conversation with what ``prepare`` has found.
 
     Raises:
         FarsightError: The server does not answer, or the model cannot be loaded.
     """
-    url = wanted.url or (None if wanted.local else _server_here(wanted.model))
-    if url is not None:
-        talk = ServerTalk(url, key_for(url, wanted.api_key))
+    if isinstance(found, str):
+        talk = ServerTalk(found, key_for(found, wanted.api_key))
         talk.model = wanted.model or talk.model
         return talk
-    overrides = overrides_of({"model": wanted.model, **wanted.settings})
-    try:
-        with naming_flags(overrides):
-            config = load_config(wanted.config, overrides)
-            fetch_missing(config.model.path, say)
-            from farsight.services.console.local_talk import LocalTalk
+    with _naming_model(wanted):
+        from farsight.services.console.local_talk import LocalTalk
 
-            return LocalTalk(config)
+        return LocalTalk(found)
+
+
+def _overrides(wanted: Wanted) -> dict[str, dict[str, Any]]:
+    return overrides_of({"model": wanted.model, **wanted.settings})
+
+
+@contextmanager
+def _naming_model(wanted: Wanted) -> Iterator[None]:
+    """Names the flags in errors of settings, and the model as the argument that it is."""
+    try:
+        with naming_flags(_overrides(wanted)):
+            yield
     except InvalidValueError as error:
         if error.field != "--model":
             raise
@@ -153,7 +179,8 @@ def run(
         question = sys.stdin.read() if prompt in (None, "-") else str(prompt)
         if not question.strip():
             raise ConfigError("PROMPT", question, "a question")
-        talk = open_talk(Wanted(model, named, api_key, local, config, settings), _tell)
+        wanted = Wanted(model, named, api_key, local, config, settings)
+        talk = open_talk(wanted, prepare(wanted, _tell))
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
         try:
@@ -218,9 +245,10 @@ def chat(
 
 @contextmanager
 def opening(wanted: Wanted) -> Iterator[Future[Talk]]:
-    """Loads the model while the first question is typed."""
+    """Loads the model while the first question is typed; what has to be downloaded is here before that."""
+    found = prepare(wanted, _tell)
     with ThreadPoolExecutor(1, "loading") as loader:
-        talk = loader.submit(open_talk, wanted, _tell)
+        talk = loader.submit(open_talk, wanted, found)
         try:
             yield talk
         finally:
@@ -279,11 +307,24 @@ class Conversation:
 
     def _telling(self, act: Callable[[], None]) -> None:
         """Does it; an error of a request ends no conversation, but one of the start does."""
-        self._talk.result()
+        self._await_model()
         try:
             act()
         except FarsightError as error:
             self._console.print(f"farsight: {error}", style="red", markup=False)
+
+    def _await_model(self) -> None:
+        """Says, on a terminal, what the first question waits for."""
+        if self._talk.done() or not self._console.is_terminal:
+            self._talk.result()
+            return
+        from farsight.engine.native.library import is_compiling
+
+        with self._console.status("Loading the model ...") as line:
+            while not wait([self._talk], _LOOK_S).done:
+                if is_compiling():
+                    line.update("Compiling kernels for this processor, once: up to a minute ...")
+        self._talk.result()
 
     def _ask(self, question: str) -> None:
         talk = self._talk.result()

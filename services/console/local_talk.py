@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ class LocalTalk:
     where = "this process"
 
     def __init__(self, config: FarsightConfig) -> None:
+        # That quantised weights round activations too, a server says in its log; here it would stand between answers.
+        logging.getLogger("farsight.engine.models.quantize").setLevel(logging.ERROR)
         self._thread = ServiceThread(config)
         self.model = self._thread.service.model.name
         self.last = Told()

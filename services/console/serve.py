@@ -28,7 +28,7 @@ farsight serve   (the embedded model)
 
 farsight serve smollm2 --port 9000
 
-farsight serve ./model.gguf --weights int4 --preset farsight
+farsight serve ./model.gguf --weights int4 --preset fcfs
 
 FARSIGHT_API_KEY=secret farsight serve OWNER/NAME --host 0.0.0.0
 
@@ -117,6 +117,13 @@ def serve(
         float | None,
         typer.Option(min=0, help="GiB of host memory that KV may move to; 0 for none.", rich_help_panel=_ENGINE),
     ] = None,
+    disk_kv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that keeps the KV of conversations, also over restarts; default: none.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
     gpu_memory_utilization: Annotated[
         float | None,
         typer.Option(help="Share of a GPU's memory that may be taken; default: 0.9.", rich_help_panel=_ENGINE),
@@ -157,7 +164,7 @@ def serve(
         ),
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="Scheduling preset; default: fcfs.", rich_help_panel=_SCHEDULING)
+        str | None, typer.Option(help="Scheduling preset; default: farsight.", rich_help_panel=_SCHEDULING)
     ] = None,
     execution: Annotated[
         str | None,

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from farsight.actors.runtime.peer import LOOK_AGAIN_S, PeerLost, Site, again_and
 from farsight.core.config.server import ServerConfig, is_loopback
 from farsight.core.errors import CapacityError, ConfigError
 from farsight.core.messages.fleet import ServedModel
+from farsight.engine.kv_files import clear, kept_in
 from farsight.services.api.access.access_control import AccessControl, MeteredGenerator, access_settings
 from farsight.services.api.admin import Administration
 from farsight.services.api.app import build_app
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from farsight.services.api.tracing.exporter import SpanExporter
+
+logger = logging.getLogger(__name__)
 
 QUIET_REQUESTS = 32
 """Most open requests at which a full garbage collection runs: it takes a few milliseconds then."""
@@ -187,8 +192,17 @@ class Ingress:
         exchange = TenantExchange(self._site.peers())
         access = AccessControl(settings, client.registry, usage=exchange.usage)
         if not access.is_open:
+            if config.engine.disk_kv:
+                self._follow_keys(access, Path(config.engine.disk_kv))
             self._exchanging = asyncio.create_task(again_and_again(lambda: exchange.run(access), LOOK_AGAIN_S))
         return access
+
+    @staticmethod
+    def _follow_keys(access: AccessControl, folder: Path) -> None:
+        """Deletes the KV of tenants on this machine whose keys are gone, now and later."""
+        known, loop = access.tenants, asyncio.get_running_loop()
+        loop.run_in_executor(None, _forget_tenants, folder, lambda tenant: tenant not in known)
+        access.on_gone = lambda gone: loop.run_in_executor(None, _forget_tenants, folder, gone.__contains__)
 
     @staticmethod
     async def _tell_liveness(client: EngineClient, readiness: Readiness) -> None:
@@ -199,6 +213,13 @@ class Ingress:
         if directory:
             port = await Liveness(lambda: client.hears, readiness=readiness).start()
             publish(port, serve.get_replica_context().replica_id.unique_id, Path(directory))
+
+
+def _forget_tenants(folder: Path, is_gone: Callable[[str], bool]) -> None:
+    """Deletes what a folder has of some tenants; what was kept without a key stays."""
+    for tenant in {each.tenant for each in kept_in(folder)}:
+        if tenant and is_gone(tenant):
+            logger.warning("%d blocks of KV of tenant %s, who has no key, are deleted", clear(folder, tenant), tenant)
 
 
 async def open_client(site: Site, ingress_id: str = "") -> EngineClient:

@@ -240,7 +240,8 @@ class TenantExchange:
             await asyncio.sleep(EXCHANGE_S)
 
     async def exchange(self, access: AccessControl) -> None:
-        """Sends one report, if there is anything to report."""
+        """Reads a changed key file; sends one report, if there is anything to report."""
+        access.refresh()
         counts = tuple(access.take_due())
         if not counts:
             return

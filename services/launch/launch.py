@@ -398,7 +398,7 @@ def run_service(config: FarsightConfig, say: Callable[[str], None], stop: StopSi
     for note in notes:
         say(note)
     look_for_servers(config, model.name, say)
-    if note := learning_note(site.config):
+    for note in filter(None, (learning_note(site.config), tiers_note(config))):
         say(note)
     if config.engine.profile:
         say(f"The device is emulated ({profile_label(config.engine.profile)}): answers are made up.")
@@ -454,6 +454,16 @@ def learning_note(config: FarsightConfig) -> str:
         return ""
     by = f"Magnus's features over {predictor.encoder}" if predictor.encoder else "application"
     return f"No --predictor: preset {config.scheduler.preset} learns output lengths from its own requests, by {by}."
+
+
+def tiers_note(config: FarsightConfig) -> str:
+    """Says who can tell from the disk what was said, or what keeping it there would bring; empty where it cannot be."""
+    engine = config.engine
+    if engine.disk_kv:
+        return f"KV is kept in {engine.disk_kv}, up to {engine.disk_kv_bytes}: who reads it can tell what was said."
+    serves = engine.device == "cpu" and engine.prefix_cache and config.model.replicas and config.model.num_ranks == 1
+    text = "With --disk-kv DIR, later turns of a conversation read its KV from there, also after a restart."
+    return text if serves and config.scheduler.execution == "ragged" else ""
 
 
 def numa_advice(config: FarsightConfig, num_nodes: int) -> str | None:

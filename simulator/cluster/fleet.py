@@ -22,11 +22,14 @@ from farsight.policies.fleet.events import (
     GlobalEvent,
     PlaceRequests,
     ReplicaBroke,
+    ReplicaDraining,
+    ReplicaGone,
     ReplicaUp,
     RequestsEnded,
     RequestsStarted,
     TimePassed,
 )
+from farsight.policies.fleet.scaling import LOOK_S, ReplicaScaler
 from farsight.policies.fleet.scheduler import FleetMachine
 from farsight.policies.fleet.sessions import SessionTable
 from farsight.policies.order.offload_orders import OffloadDecider
@@ -115,10 +118,29 @@ class _Given:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """Bounds of the number of replicas, which follows the predicted queue delay as on a server.
+
+    Attributes:
+        target_queue_delay_s, scale_down_after_s: As ``[model]`` has them.
+        places: Most requests that a replica runs at once.
+        start_s: Seconds from the decision to add a replica until it takes requests: its process, and its weights.
+    """
+
+    min_replicas: int
+    max_replicas: int
+    target_queue_delay_s: float
+    scale_down_after_s: float
+    places: int
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class FleetShape:
     """The simulated cluster: a number of equal replicas.
 
     Attributes:
+        num_replicas: At the start, or always where there is no ``scaling``.
         announce_s: Interval at which ingress replicas announce their open streams, and so learn which requests a batch
             that broke off has lost; 0 for at once.
         image_cache_tokens: Image tokens whose rows the encoder keeps: 256 MiB of rows of 4,096 values of two bytes.
@@ -129,6 +151,7 @@ class FleetShape:
     num_replicas: int = 1
     announce_s: float = 0.0
     image_cache_tokens: int = 32_768
+    scaling: Scaling | None = None
 
 
 class _Due(Enum):
@@ -136,11 +159,13 @@ class _Due(Enum):
 
     ``MACHINE``: the scheduler over replicas wants to hear that time has passed. ``LOST``: ingress replicas announce
     their streams, and requests of broken batches come back. ``IMAGES``: the rows of a request's pictures are there.
+    ``SCALER``: the number of replicas is looked at, and replicas that were started may be ready.
     """
 
     MACHINE = 0
     LOST = 1
     IMAGES = 2
+    SCALER = 3
 
 
 class Fleet:
@@ -198,11 +223,15 @@ class Fleet:
         self.refused: list[str] = []
         self.batches: list[BatchEnded] = []
         self.batches_ended_at: list[float] = []
-        self.replicas = [
-            self._make_replica(index, make_scheduler(index), make_offload(index)) for index in range(shape.num_replicas)
-        ]
+        self._make = lambda index: self._make_replica(index, make_scheduler(index), make_offload(index))
+        self.replicas = [self._make(index) for index in range(shape.num_replicas)]
         for each in self.replicas:
             self._tell(ReplicaUp(each.name, each.ready))
+        self._scaler = None if shape.scaling is None else ReplicaScaler(shape.scaling)
+        self._began_at = dict.fromkeys(range(shape.num_replicas), 0.0)  # of replicas that are there or start
+        self._ready_at: dict[int, float] = {}
+        self._draining: set[int] = set()
+        self._past_s = 0.0
 
     def _make_replica(self, index: int, scheduler: ReplicaScheduler, offload: OffloadDecider | None) -> Replica:
         told = self._start, self._end, self._break_off
@@ -238,6 +267,7 @@ class Fleet:
         return self.recorder
 
     def _run_open(self, progress: Callable[[int], None] | None) -> None:
+        self._look_at_scale()
         while not self._is_over:
             arrives_at, wakes_at = self._source.next_at, self._alarms.next_at
             if min(arrives_at, wakes_at) == math.inf:
@@ -265,6 +295,40 @@ class Fleet:
             self._look()
             self._wake(progress)
 
+    @property
+    def replica_s(self) -> float:
+        """Seconds of all replicas together, each from the decision to add it until it is empty and removed."""
+        return self._past_s + sum(self.now - began_at for began_at in self._began_at.values())
+
+    def _scale(self, scaling: Scaling, scaler: ReplicaScaler) -> None:
+        """Starts replicas, lets those that are ready take requests, drains one and removes what is drained."""
+        for index in [index for index, ready_at in self._ready_at.items() if ready_at <= self.now]:
+            del self._ready_at[index]
+            self._tell(ReplicaUp(self.replicas[index].name, self.replicas[index].ready))
+        for index in [index for index in self._draining if not self.machine.num_on(str(index))]:
+            self._draining.remove(index)
+            self._past_s += self.now - self._began_at.pop(index)
+            self._tell(ReplicaGone(str(index)))
+        there = sorted(self._began_at.keys() - self._draining)
+        joins = not isinstance(self.machine, BatchScheduler)
+        outlook = self.machine.outlook(scaling.places, self._shape.latency.cost, joins=joins)
+        wanted = scaler.wanted(outlook, len(there), self.now)
+        for _ in range(wanted - len(there)):
+            index = len(self.replicas)
+            self.replicas.append(self._make(index))
+            self._began_at[index] = self.now
+            self._ready_at[index] = self.now + scaling.start_s
+        if wanted < len(there):
+            self._draining.add(there[-1])
+            self._tell(ReplicaDraining(str(there[-1])))
+
+    def _look_at_scale(self) -> None:
+        """Looks at the number of replicas as often as a server does, while anything runs or comes."""
+        if self._scaler is not None and self._shape.scaling is not None:
+            self._scale(self._shape.scaling, self._scaler)
+            if self._under_way or self._source.next_at < math.inf:
+                self._alarms.set(_Due.SCALER, self.now + LOOK_S)
+
     def _flush_waiting(self) -> bool:
         """Makes batches that wait for company ready; whether anything can happen now."""
         if self._flush is None or not self._under_way:
@@ -288,6 +352,8 @@ class Fleet:
                 self._resume_lost()
             case _Due.IMAGES:
                 self._submit_encoded()
+            case _Due.SCALER:
+                self._look_at_scale()
 
     def _wake_replica(self, index: int, progress: Callable[[int], None] | None) -> None:
         replica = self.replicas[index]

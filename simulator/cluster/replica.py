@@ -73,6 +73,7 @@ class ReplicaShape:
         offload_hop_s: From a question to the KV offload manager to its answer, there and back.
         tells_cache: Whether reports tell the scheduler what is cached.
         below: Tiers below the device's pool (``cluster.tiered``); None for a replica that knows none.
+        num_states: As ``Device.num_states``.
 
     Raises:
         InvalidValueError: ``num_stages`` is below 1, or above 1 for padded batches or with a hop.
@@ -92,6 +93,7 @@ class ReplicaShape:
     offload_hop_s: float = 0.0
     tells_cache: bool = False
     below: MemoryBelow | None = None
+    num_states: int = 0
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or (self.num_stages > 1 and self.execution == "static"):
@@ -106,7 +108,7 @@ class ReplicaShape:
 
     def build_executor(self, incarnation: str) -> LeaseExecutor | StaticExecutor:
         """A worker's executor with empty pools."""
-        blocks = BlockManager(self.num_blocks, self.block_size)
+        blocks = BlockManager(self.num_blocks, self.block_size, most_sequences=self.num_states)
         limits = BatchLimits(self.max_num_seqs, self.max_batch_tokens)
         if self.execution == "static":
             return StaticExecutor(blocks, limits, incarnation, self.num_tokens)

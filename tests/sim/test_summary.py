@@ -24,7 +24,13 @@ LATENCIES, POINTS = ("ttft_s", "tpot_s", "itl_s", "mtpot_s", "jct_s", "slowdown"
 KEYS = {f"{name}_{point}" for name in LATENCIES for point in POINTS}
 KEYS |= {"num_requests", "num_failed", "num_preempted", "num_evictions", "num_swaps", "num_steps", "makespan_s"}
 KEYS |= {"goodput_share", "goodput_requests_per_s", "requests_per_s", "output_tokens_per_s", "total_tokens_per_s"}
-KEYS |= {"evictions_per_100_requests", "swaps_per_100_requests", "prefix_hit_rate", "num_images_encoded"}
+KEYS |= {
+    "evictions_per_100_requests",
+    "swaps_per_100_requests",
+    "prefix_hit_rate",
+    "num_images_encoded",
+    "mean_replicas",
+}
 KEYS |= {"memory_mean_tokens", "memory_mean_share", "memory_peak_tokens", "memory_peak_share"}
 
 

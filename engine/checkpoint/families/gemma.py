@@ -196,7 +196,7 @@ def _gemma4_global(config: Fields) -> dict[str, Any]:
     each = config["per_layer_config"]
     if each is None:
         return found
-    given = [each[key] for key in sorted(each)] if isinstance(each, dict) else [None]
+    given: list[Any] = [each[key] for key in sorted(each)] if isinstance(each, dict) and each else [None]
     allowed = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     same = all(isinstance(one, dict) and one == given[0] and one.keys() <= allowed.keys() for one in given)
     types = config["layer_types"]

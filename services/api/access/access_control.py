@@ -170,6 +170,9 @@ class AccessControl:
         now: A monotonic clock in seconds.
         usage: Sums of all tenants over all processes; None: of this process alone.
 
+    Attributes:
+        on_gone: Called with the tenants whose last key is gone.
+
     Raises:
         FarsightError: The key file cannot be used.
     """
@@ -188,6 +191,7 @@ class AccessControl:
         self._static = _static_records(settings)
         self._stamp: tuple[int, ...] | None = None
         self._looked_at = -RELOAD_S
+        self.on_gone: Callable[[frozenset[str]], object] = lambda _: None
         self._keys = KeyRing()
         self._budgets: dict[str, LocalBudget] = {}
         self.metrics = AccessMetrics(registry or CollectorRegistry())
@@ -201,11 +205,24 @@ class AccessControl:
 
     def find(self, key: bytes) -> Caller | None:
         """Whose key it is, by the file of the last second."""
+        self.refresh()
+        return self._keys.find(key)
+
+    def refresh(self) -> None:
+        """Reads the key file if it has changed, at most once a second; tells which tenants have no key any more."""
         now = self.now()
         if now - self._looked_at >= RELOAD_S:
             self._looked_at = now
+            before = self._keys.tenants
             self._reload()
-        return self._keys.find(key)
+            gone = before - self._keys.tenants
+            if gone:
+                self.on_gone(gone)
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Names of the tenants that have a key."""
+        return self._keys.tenants
 
     def caller_of(self, tenant: str) -> Caller | None:
         """Who runs what a tenant has left to be run later; None if no key belongs to it any more."""

@@ -154,6 +154,11 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._callers)
 
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Names of the tenants that have a key."""
+        return frozenset(each.tenant.name for each in self._callers.values())
+
     def tenant(self, name: str) -> Tenant | None:
         """Returns the tenant of that name, if a key belongs to it."""
         return next((each.tenant for each in self._callers.values() if each.tenant.name == name), None)

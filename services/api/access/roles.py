@@ -46,6 +46,7 @@ ROLES: Mapping[str, Access] = {
     "/version": Everyone.ANY_KEY,
     "/tokenize": Role.SERVE,
     "/detokenize": Role.SERVE,
+    "/tokenizer_info": Everyone.ANY_KEY,
     "/v1/completions": Role.SERVE,
     "/v1/files": Role.SERVE,
     "/v1/files/{file_id}": Role.SERVE,

@@ -294,10 +294,10 @@ class ChunkWriter:
             deltas = [{"content": delta.text}] if delta.text else []
         if not deltas and (shown is not None or named):
             deltas = [{"content": ""}]
-        for each in deltas:
-            content += self._chat_event(index, each, logprobs, None, named)
+        for number, each in enumerate(deltas or ([{}] if reason is not None else []), 1):
+            content += self._chat_event(index, each, logprobs, reason if number >= len(deltas) else None, named)
             logprobs = named = None  # both belong to the tokens, which the first event stands for
-        return content if reason is None else content + self._chat_event(index, {}, None, reason)
+        return content
 
     def _completion_logprobs(self, index: int, logprobs: DeltaLogprobs) -> dict[str, Any]:
         if index not in self._echoes:

@@ -323,7 +323,7 @@ def _fitted(generation: Generation, body: ChatBody | GenerateBody, model: ModelI
         check_token_ids("context", body.context, model.vocab_size)
         prompt = dataclasses.replace(prompt, prompt_ids=(*body.context, *prompt.prompt_ids))
     room = check_prompt_len("context" if prompt is not generation.prompts[0] else "prompt", prompt.prompt_len, model)
-    wanted = body.options.num_predict or 0
+    wanted = (body.options and body.options.num_predict) or 0
     sampling = dataclasses.replace(prompt.sampling, max_new_tokens=min(wanted, room) if wanted > 0 else room)
     return dataclasses.replace(generation, prompts=(dataclasses.replace(prompt, sampling=sampling),))
 

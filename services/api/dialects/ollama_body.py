@@ -90,7 +90,7 @@ class ModelFields(StrictModel):
 
     model: str | None = Field(None, description="A name that is served here, also with ':latest' behind it.")
     name: str | None = Field(None, description="The older name of model.")
-    options: OllamaOptions = OllamaOptions()
+    options: OllamaOptions | None = None
     keep_alive: KeepAlive = Field(None, description="The served model stays loaded, whatever this says.")
 
     def served(self, names: Sequence[str]) -> str | None:
@@ -124,7 +124,7 @@ class AnswerFields(ModelFields):
             found["response_format"] = {"type": "json_object"}
         elif isinstance(self.format, dict):
             found["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": self.format}}
-        return found | self.options.sampling()
+        return found | (self.options or OllamaOptions()).sampling()
 
     def _chat(self, names: Sequence[str], messages: list[dict[str, Any]], **fields: Any) -> ChatCompletionRequest:
         shown_logprobs = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
@@ -140,7 +140,7 @@ class OllamaFunction(StrictModel):
     neutral: ClassVar[Mapping[str, NeutralOnly]] = {"index": NO_EFFECT, "description": NO_EFFECT}
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] | None = None
 
 
 class OllamaCall(StrictModel):
@@ -169,7 +169,7 @@ class OllamaMessage(StrictModel):
                 {
                     "id": call.id or f"call_{index}",
                     "type": "function",
-                    "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)},
+                    "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments or {})},
                 }
                 for index, call in enumerate(self.tool_calls)
             ]
@@ -191,7 +191,7 @@ def with_images(text: str, images: Sequence[str] | None, place: str) -> str | Mi
 class ChatBody(AnswerFields):
     """``POST /api/chat``"""
 
-    messages: list[OllamaMessage] = Field(default_factory=list)
+    messages: list[OllamaMessage] | None = None
     tools: list[dict[str, Any]] | None = None
 
     @property
@@ -205,7 +205,7 @@ class ChatBody(AnswerFields):
         Raises:
             InvalidValueError, ValidationError: A field cannot be in a chat.
         """
-        messages = [each.for_chat(f"messages[{index}].") for index, each in enumerate(self.messages)]
+        messages = [each.for_chat(f"messages[{index}].") for index, each in enumerate(self.messages or ())]
         return self._chat(names, messages, tools=self.tools)
 
 
@@ -220,7 +220,7 @@ class GenerateBody(AnswerFields):
         "steps": NeutralOnly((0,), "only text can be generated"),
     }
 
-    prompt: str = ""
+    prompt: str | None = None
     system: str | None = None
     images: list[str] | None = Field(None, max_length=MAX_IMAGES, description="In base64.")
     raw: bool | None = Field(None, description="Whether the prompt is taken as it is, control tokens included.")
@@ -240,12 +240,14 @@ class GenerateBody(AnswerFields):
                 if getattr(self, name):
                     raise InvalidValueError(name, "a value", "null where raw is true: the prompt is taken as it is")
             logprobs = (self.top_logprobs or 0) if self.logprobs else None
-            whole = {"prompt": self.prompt, "parse_special": True, "logprobs": logprobs, **self._shared(names)}
+            whole = {"prompt": self.prompt or "", "parse_special": True, "logprobs": logprobs, **self._shared(names)}
             return CompletionRequest.model_validate(whole)
         if self.images and self.context:
             raise InvalidValueError("context", "a value", "null beside images")
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        return self._chat(names, [*messages, {"role": "user", "content": with_images(self.prompt, self.images, "")}])
+        return self._chat(
+            names, [*messages, {"role": "user", "content": with_images(self.prompt or "", self.images, "")}]
+        )
 
 
 class EmbedBody(ModelFields):
@@ -253,7 +255,7 @@ class EmbedBody(ModelFields):
 
     neutral: ClassVar[Mapping[str, NeutralOnly]] = {}
 
-    input: str | list[str] = ""
+    input: str | list[str] | None = None
     truncate: bool | None = Field(None, description="Whether a text that is too long is cut; true if not given.")
     dimensions: int | None = Field(None, ge=1)
 
@@ -261,7 +263,7 @@ class EmbedBody(ModelFields):
 class EmbeddingsBody(ModelFields):
     """``POST /api/embeddings``, the older form of one text."""
 
-    prompt: str = ""
+    prompt: str | None = None
 
 
 class ShowBody(ModelFields):

@@ -290,8 +290,18 @@ def _finished(facts: Facts) -> str:
     times = f"{_plural(facts, 'num_drops', 'drop')} and {_plural(facts, 'num_offloads', 'offload')} of its KV"
     took = f"the steps it took part in lasted {_seconds(facts, 'ran_s')}"
     return (
-        f"Ended ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}{predicted}; {took}, {times}; {cached}."
+        f"Ended ({facts.get('reason')}) after {_tokens(facts, 'output_tokens')}{predicted}; {took}, {times}; "
+        f"{cached}{_brought(facts)}."
     )
+
+
+def _brought(facts: Facts) -> str:
+    if "brought_tokens" not in facts:
+        return ""
+    computed = f" instead of {_seconds(facts, 'compute_s')}" if facts.get("compute_s") else ""
+    come = "token" if facts.get("prompt_tokens") == 1 else "tokens"
+    where = f"{_count(facts, 'brought_tokens')} of {_count(facts, 'prompt_tokens')} {come} came back"
+    return f"; {where} from {facts.get('brought_from')} in {_seconds(facts, 'brought_s')}{computed}"
 
 
 def _answered(facts: Facts) -> str:

@@ -15,6 +15,7 @@ from farsight.core.config.engine import ModelConfig
 from farsight.core.errors import CapacityError, ConfigError, InvalidValueError
 from farsight.core.request import PromptSource
 from farsight.services.api.errors import ApiError, unavailable
+from farsight.services.api.fields import KNOWN_ROLES
 from farsight.services.api.generation import Echo, PromptText
 from farsight.services.api.pictures.content import text_of
 from farsight.services.api.text.client_text import placed, spans_of
@@ -195,6 +196,7 @@ class PromptEncoder:
             raise ApiError(message, param="messages", code="chat_template_error") from error
         except ChildLost as error:
             raise unavailable(f"The chat template could not be rendered now: {error}.") from error
+        _check_shown(prompt.messages, text)
         if prompt.end is ChatEnd.IN_FINAL_MESSAGE:
             cut = _end_of_final(text, text_of(prompt.messages[-1]["content"]))
             text, spans = text[:cut], tuple((begin, min(stop, cut)) for begin, stop in spans if begin < cut)
@@ -217,6 +219,15 @@ class PromptEncoder:
     def _chat_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         role = message["role"]
         return {**message, "role": "system"} if role == "developer" and not self._knows_developer else message
+
+
+def _check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raises ApiError (400) for a message that the template has dropped, as many do that do not know its role."""
+    for index, message in enumerate(messages):
+        if message["role"] not in KNOWN_ROLES and text_of(message["content"]).strip() not in text:
+            field = f"messages[{index}].role"
+            expected = f"one of {', '.join(KNOWN_ROLES)}: the model's chat template shows no other"
+            raise ApiError(f"{field}: got {message['role']!r}, expected {expected}", param=field, code="invalid_value")
 
 
 def _end_of_final(text: str, content: str) -> int:

@@ -1,11 +1,15 @@
-"""The site of the documentation: built as `make site` builds it, read from the folder alone, in a browser."""
+"""The site of the documentation: built as `make site` builds it, and read in a browser."""
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -23,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "docs", folder / "docs")
     shutil.copy(ROOT / "mkdocs.yml", folder)
     command = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return folder / "build" / "site"
 
 
@@ -52,18 +56,31 @@ def test_the_index_for_programs_leads_to_every_page_of_the_menu() -> None:
     assert INDEX == "llms.txt" and text.startswith("# Farsight\n\n> ")
 
 
-def test_a_reader_searches_and_turns_the_light_off_without_a_network(browser: Browser, site: Path) -> None:
-    context = browser.new_context(color_scheme="light", offline=True)
+@pytest.fixture
+def address(site: Path) -> Iterator[str]:
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_reader_searches_and_turns_the_light_off_and_no_other_host_is_asked(browser: Browser, address: str) -> None:
+    context = browser.new_context(color_scheme="light")
     page = context.new_page()
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    page.goto((site / "index.html").as_uri())
+    page.goto(address)
     expect(page.get_by_role("heading", name="Farsight", exact=True)).to_be_visible()
     page.get_by_text("As a server", exact=True).click()
     expect(page.get_by_text("farsight serve smollm2")).to_be_visible()
-    body = page.locator("body")
     for scheme in ("default", "slate"):
-        page.locator("label.md-header__button[for^=__palette]:visible").click()
-        expect(body).to_have_attribute("data-md-color-scheme", scheme)
-    assert asked and all(url.startswith(("file:", "data:", "blob:")) for url in asked)
+        page.locator("label[for^=__palette]:visible").click()
+        expect(page.locator("body")).to_have_attribute("data-md-color-scheme", scheme)
+    page.get_by_role("button", name="Search").first.click()
+    page.keyboard.type("starvation limit")
+    expect(page.get_by_text(re.compile(r"^[1-9]\d* results$"))).to_be_visible()
+    assert len(asked) > 5 and [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
     context.close()

@@ -13,7 +13,7 @@ from farsight.kvcache import LeaseExecutor
 from farsight.policies.compose import build_router, build_scheduler
 from farsight.policies.replica.scheduler import SchedulerLimits
 from farsight.policies.settings import PolicySettings
-from farsight.simulator.cluster.fleet import Fleet, FleetShape
+from farsight.simulator.cluster.fleet import Fleet, FleetShape, Scaling
 from farsight.simulator.cluster.latency import LinearLatency
 from farsight.simulator.cluster.records import Record
 from farsight.simulator.cluster.replica import ReplicaShape
@@ -29,8 +29,10 @@ def fleet(
     num_replicas: int = 1,
     clients: int | None = None,
     kv: str = "recompute-newest",
+    scaling: Scaling | None = None,
 ) -> Fleet:
-    whole, limits = FleetShape(shape, latency, num_replicas), SchedulerLimits(shape.max_num_seqs, standby_slots=0)
+    whole = FleetShape(shape, latency, num_replicas, scaling=scaling)
+    limits = SchedulerLimits(shape.max_num_seqs, standby_slots=0)
     settings = PolicySettings(SchedulerConfig(watermark=1.0, max_gap_ms=0.0))
     return Fleet(
         whole, build_router("fcfs"), lambda _: build_scheduler("fcfs", limits, settings, kv=kv), clients=clients
@@ -128,3 +130,22 @@ def test_steps_taken_at_once_change_nothing(seed: int, monkeypatch: pytest.Monke
     for fast, slow in zip(at_once, one_by_one, strict=True):
         assert fast[:2] == slow[:2]
         assert fast[2:] == pytest.approx(slow[2:])
+
+
+def test_replicas_follow_the_predicted_delay_and_no_request_is_lost_on_the_way() -> None:
+    scaling = Scaling(1, 4, target_queue_delay_s=1.0, scale_down_after_s=20.0, places=2, start_s=5.0)
+    # A replica ends one such request a second; first three or four come each second, then one every 10 s.
+    many = [SimRequest(f"m{number}", 0.3 * number, 10, 20, 20) for number in range(200)]
+    few = [SimRequest(f"f{number}", 100.0 + 10 * number, 10, 2, 2) for number in range(20)]
+    shape, latency = ReplicaShape(100, max_num_seqs=2), LinearLatency(StepCost(0.1, 0.0, 0.0, 0.0))
+    runs = [fleet(shape, latency, scaling=each) for each in (scaling, None)]
+    records = [by_id(each.run([*many, *few]).done) for each in runs]
+    assert records[0].keys() == records[1].keys() == {each.request_id for each in (*many, *few)}
+    assert {each.replica for each in records[0].values()} == {"0", "1", "2", "3"}
+    early = [each for name, each in records[0].items() if name[0] == "m" and each.replica != "0"]
+    assert min(each.first_token_at for each in early) >= 5.0, "a replica takes requests once it has started"
+    assert max(each.finished_at for each in records[0].values()) < 300.0
+    assert {records[0][f"f{number}"].replica for number in range(10, 20)} == {"0"}, "the others have gone"
+    assert 500 < runs[0].replica_s < 700, "three more for a minute, one fewer each 20 s, one for 291 s"
+    assert runs[1].replica_s == runs[1].now
+    assert sum(each.jct_s for each in records[0].values()) < 0.7 * sum(each.jct_s for each in records[1].values())

@@ -280,7 +280,9 @@ class Machine:
             self.below[copy.to].update(zip(names, (self.device[block] for block in copy.source), strict=True))
         else:
             self.below[copy.to].update({name: self.below[HOST][name] for name in names})
-        self.executor.complete_copy(copy.copy_id, num_good=num_good, seconds=0.5)
+        if copy.to is DEVICE:
+            self.tiers.outcomes[copy.copy_id] = len(names) if num_good is None else num_good, 0.5
+        self.executor.complete_copy(copy.copy_id)
         self.executor.check_integrity()
 
     def run(self, name: str, prompt: tuple[int, ...], num_output: int = 1) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from farsight.core.config.scheduling import DEFAULT_PRESET
 from farsight.services.cli import app
 from tests.command_line import CliRunner, Result
 
@@ -38,7 +39,7 @@ def invoke_json(*words: str) -> dict[str, Any]:
 def test_a_first_run_needs_no_options() -> None:
     result = CliRunner().invoke(app, ["simulate"])
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("fcfs: ") and "seed 0" in result.stdout
+    assert result.stdout.startswith(f"{DEFAULT_PRESET}: ") and "seed 0" in result.stdout
     assert re.search(r"requests +│ +1,000", result.stdout) and "JCT s" in result.stdout
     assert result.stderr == ""
 
@@ -277,7 +278,7 @@ def test_table_advice_and_picture(trace: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "2 replicas: good %" in result.stdout
-    assert "Advised: farsight serve --preset fcfs --replicas 1" in result.stdout
+    assert f"Advised: farsight serve --preset {DEFAULT_PRESET} --replicas 1" in result.stdout
     assert "Uncertain: 3 windows of 20 requests" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 

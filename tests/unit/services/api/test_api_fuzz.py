@@ -38,14 +38,19 @@ CASES = {
     "/admin/drain": 3 * VOLUME,
     "/tokenize": 7 * VOLUME,
     "/detokenize": 3 * VOLUME,
-    "/v1/completions": 81 * VOLUME,
+    "/v1/completions": 73 * VOLUME,
     "/v1/embeddings": 3 * VOLUME,
     "/v1/score": 3 * VOLUME,
     "/v1/rerank": 3 * VOLUME,
-    "/v1/chat/completions": 90 * VOLUME,
+    "/v1/chat/completions": 77 * VOLUME,
     "/v1/messages": 20 * VOLUME,
     "/v1/messages/count_tokens": 7 * VOLUME,
     "/v1/responses": 20 * VOLUME,
+    "/api/chat": 8 * VOLUME,
+    "/api/generate": 7 * VOLUME,
+    "/api/embed": 3 * VOLUME,
+    "/api/embeddings": 1 * VOLUME,
+    "/api/show": 2 * VOLUME,
     "/admin/scale": 7 * VOLUME,
     "/admin/upgrade": 3 * VOLUME,
 }
@@ -123,7 +128,9 @@ def bound(schema: Any) -> None:
 
 
 def test_every_address_that_takes_a_post_is_fuzzed(house: House) -> None:
-    assert CASES.keys() == {path for path, methods in house.app.openapi()["paths"].items() if "post" in methods}
+    assert CASES.keys() == {
+        path for path, methods in house.app.openapi()["paths"].items() if "post" in methods and "{" not in path
+    }
     assert 2 * sum(CASES.values()) == 500 * VOLUME
 
 
@@ -142,7 +149,8 @@ def test_no_request_makes_the_server_fail(house: House, path: str, mode: Generat
         answer = house.send(case)
         assert answer.status_code < 500, answer.text
         if answer.status_code >= 400:
-            assert answer.json()["error"]["message"]
+            error = answer.json()["error"]
+            assert error if path.startswith("/api/") else error["message"]
 
     check()
     if is_whole and mode is GenerationMode.POSITIVE:

@@ -25,6 +25,7 @@ from farsight.services.api.text.prompts import (
 from farsight.tokenization.tool_formats.formats import FORMATS
 from tests.unit.services.api.api_support import (
     CHATML,
+    Client,
     ScriptedBackend,
     application,
     chat_ids,
@@ -273,3 +274,29 @@ async def test_the_backend_gets_the_parts_of_a_prompt(client: httpx.AsyncClient,
     expected = [("Be short.", "Go")] * 2 + [("Say", ":\nhi"), ("Say", "hello"), None]
     assert [parts(text) for text in backend.texts] == expected
     assert (await refusal(client, "/v1/completions", prompt="Say", instruction=3))["param"] == "instruction"
+
+
+async def test_a_role_of_ones_own_and_notes_of_a_client(client: Client, backend: ScriptedBackend) -> None:
+    said = {"role": "my-role", "content": "hi", "provider_specific_fields": {"a": 1}, "timestamp": 5}
+    await ok(client, "/v1/chat/completions", messages=[said])
+    text = backend.texts[0]
+    assert text is not None and text.source is not None and text.source.messages == (("my-role", "hi"),)
+
+
+async def test_a_role_that_the_template_drops_is_refused(tmp_path: Path) -> None:
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    client = client_on(application(ScriptedBackend(), PromptEncoder(write_model_dir(tmp_path, template))))
+    for content in ("gone", [{"type": "text", "text": "gone"}]):
+        messages = [{"role": "user", "content": "hi"}, {"role": "wizard", "content": content}]
+        error = await refusal(client, "/v1/chat/completions", messages=messages)
+        assert error["param"] == "messages[1].role" and "the model's chat template shows no other" in error["message"]
+
+
+async def test_the_configuration_of_the_tokenizer(encoder: PromptEncoder, checkpoint: Path) -> None:
+    backend = ScriptedBackend()
+    client = client_on(application(backend, encoder))
+    bare = (await client.get("/tokenizer_info")).json()
+    assert (bare["model_max_length"], bare["chat_template"]) == (backend.model.max_model_len, encoder.template)
+    backend.model = dataclasses.replace(backend.model, root=str(checkpoint))
+    told = (await client.get("/tokenizer_info")).json()
+    assert told["bos_token"] == "<s>" and told["tokenizer_class"] == "PreTrainedTokenizerFast"

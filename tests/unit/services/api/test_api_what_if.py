@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from farsight.core.config.scheduling import SchedulerConfig
 from farsight.core.costs import A100_7B
 from farsight.core.decisions import Decision
 from farsight.core.errors import FarsightError
@@ -24,8 +25,10 @@ from farsight.simulator.run import run
 from tests.unit.services.api.api_support import Client, ScriptedBackend, application, client_on
 from tests.unit.services.api.test_api_explain import ask, key, trace_of
 
-SERVED = ServedAs("{}", 1, 20_000, 16, A100_7B)
-EXPERIMENT = Experiment(num_requests=60, rate=12.0, kv_tokens=20_000, max_num_seqs=16, seed=4)
+SERVED = ServedAs('{"scheduler": {"preset": "fcfs"}}', 1, 20_000, 16, A100_7B)
+EXPERIMENT = Experiment(
+    scheduler=SchedulerConfig(preset="fcfs"), num_requests=60, rate=12.0, kv_tokens=20_000, max_num_seqs=16, seed=4
+)
 OWN = 50
 """Place of the request that is asked about."""
 

@@ -20,14 +20,12 @@ from farsight.services.api.backend import ImageInput
 from farsight.services.api.text.prompts import PromptEncoder
 from tests.unit.services.api.api_support import (
     CHATML,
-    HELLO,
     MAX_MODEL_LEN,
     MODEL,
     Client,
     ScriptedBackend,
     application,
     chat_ids,
-    client_on,
     delta,
     ok,
     write_model_dir,
@@ -309,8 +307,7 @@ async def test_a_failure_is_a_line_once_a_stream_has_begun(library: Library) -> 
     assert failed.value.status_code == 503
 
 
-async def test_a_large_body_is_read(encoder: PromptEncoder) -> None:
-    client = client_on(application(ScriptedBackend(HELLO), encoder, 1_000_000))
+async def test_a_large_body_is_read(client: Client) -> None:
     answer = await ok(client, "/api/generate", prompt="hi", images=[], system="", model=MODEL, stream=False, options={})
     assert answer["response"] == "Hello!"
     padded = json.dumps({"prompt": "hi", "stream": False}) + " " * 70_000

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from farsight.actors.supervision.autoscaling import (
+from farsight.core.config.engine import ModelConfig
+from farsight.core.costs import StepCost
+from farsight.core.messages.requests import Demand, LoadSnapshot
+from farsight.policies.fleet.scaling import (
     FULL_FOR_S,
     FULL_QUEUE,
     IDLE_FOR_S,
@@ -13,9 +16,6 @@ from farsight.actors.supervision.autoscaling import (
     QueueScaler,
     ReplicaScaler,
 )
-from farsight.core.config.engine import ModelConfig
-from farsight.core.costs import StepCost
-from farsight.core.messages.requests import Demand, LoadSnapshot
 
 FULL = [FULL_QUEUE]
 
