@@ -207,7 +207,8 @@ def _result(name: str, fleet: Fleet) -> RunResult:
     assert sessions is not None
     done, usage = recorder.done, list(recorder.usage.values())
     totals = sessions.totals()
-    restored = {"host": sum(each.host_len for each in done), "disk": sum(each.disk_len for each in done)}
+    tiered = [each for each in fleet.replicas if isinstance(each, TieredReplica)]
+    restored = {tier: sum(each.restored_tokens[tier] for each in tiered) for tier in ("host", "disk")}
     cached = sum(each.cached_len for each in done)
     makespan_s = max((each.finished_at for each in done), default=0.0)
     by_kind: dict[str, list[Record]] = {}
@@ -221,13 +222,13 @@ def _result(name: str, fleet: Fleet) -> RunResult:
         new_tokens=totals.new_tokens,
         computed_tokens=sum(each.num_prompt_tokens for each in usage),
         output_tokens=totals.output_tokens,
-        hits={"device": cached - sum(restored.values()), **restored},
+        hits={"device": max(0, cached - sum(restored.values())), **restored},
         turn_s=distribution([each.jct_s for each in done]),
         turn_percentiles_s=_percentiles([each.jct_s for each in done]),
         first_token_s=distribution([each.ttft_s for each in done]),
         program_s=distribution([row.counts.in_model_s for row in sessions.rows()]),
         by_class={kind: _class(records) for kind, records in sorted(by_kind.items())},
-        written_bytes=sum(each.written_bytes for each in fleet.replicas if isinstance(each, TieredReplica)),
+        written_bytes=sum(each.written_bytes for each in tiered),
         num_refused=len(fleet.refused),
         makespan_s=makespan_s,
         busy_share=sum(each.busy_s for each in usage) / makespan_s / len(usage) if makespan_s else 0.0,

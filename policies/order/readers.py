@@ -34,7 +34,7 @@ from farsight.core.decisions import Facts
 from farsight.core.errors import InvalidValueError
 from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
 from farsight.policies.lengths.accuracy import PairAccuracy
-from farsight.policies.order.boosted import DEVIATIONS, MAX_BOOST_S, SHARE_OF_KV, SPREAD, Boosted, boosts
+from farsight.policies.order.boosted import MAX_BOOST_S, SHARE_OF_KV, SPREAD, Boosted, boosts
 from farsight.policies.order.gittins import DecodePrice, FloatArray
 from farsight.policies.order.shadow import NO_ENDS, GuardTally, ShadowFcfs
 from farsight.policies.settings import PRIOR_CAPACITY
@@ -50,6 +50,10 @@ STEPS_AHEAD = 3
 
 TAIL = 0.5
 """Part of ``[scheduler] tail``: no boost touches streams, which keep the tail of all ends, so others may go by size."""
+
+FIRST_DEVIATIONS = 1.0
+"""Yardstick of the boosts of first tokens, in standard deviations of the prompt work that waits; with more, long new
+prompts wait for many turns."""
 
 LEAST_ACCURACY = 0.6
 """Share of ended pairs that must have been predicted in their order; a coin has 0.5."""
@@ -219,7 +223,7 @@ class ReadersFirst(Boosted):
         if not len(rows) or not work_s.any():
             arrived_at: FloatArray = self._column("arrived_at")[rows]
             return arrived_at
-        yardstick_s = DEVIATIONS * float(work_s.sum()) / math.sqrt(len(rows)) / self._tail
+        yardstick_s = FIRST_DEVIATIONS * float(work_s.sum()) / math.sqrt(len(rows))
         yardstick_s = min(yardstick_s, self._max_boost_s / SPREAD)
         boosted: FloatArray = self._column("arrived_at")[rows] - boosts(work_s, yardstick_s, self._max_boost_s)
         return boosted

@@ -375,7 +375,7 @@ def say_if_pictures_cost_nothing(arrivals: Workload, latency: LatencyModel) -> N
 
 
 def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_json: bool) -> None:
-    from farsight.simulator.cluster.timeline import Timeline
+    from farsight.simulator.cluster.records import Timeline
     from farsight.simulator.experiment import make_arrivals
     from farsight.simulator.plots import write_plots
     from farsight.simulator.results import config_of, to_json, write_results

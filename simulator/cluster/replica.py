@@ -29,7 +29,7 @@ from farsight.kvcache import (
     StepBatch,
     StepItem,
 )
-from farsight.kvcache.step_batch import step_work
+from farsight.kvcache.step_batch import KVCopy, step_work
 from farsight.policies.order.offload_orders import OffloadDecider
 from farsight.policies.replica.events import (
     AskOffload,
@@ -352,7 +352,7 @@ class Replica:
         """The next batch, after copies that have landed are booked; begins the copies that it asks for."""
         if self._landed:
             for copy_id in self._landed:
-                self.executor.complete_copy(copy_id)
+                self._complete_copy(copy_id, now)
             self._landed.clear()
             self._report(now)
         batch = self._relieve(self._next_batch(), now)
@@ -382,11 +382,19 @@ class Replica:
     def _begin_copies(self, now: float) -> None:
         """Copies in one direction are sequential; copies in both directions and steps overlap."""
         for copy in self.executor.take_copies():
-            begins_at = max(now, self._link_free_at[copy.to])
-            done_at = begins_at + self._latency.copy_s(len(copy.source) * self.shape.block_size)
-            self._link_free_at[copy.to] = done_at
-            self._copies.append((done_at, copy.copy_id))
+            done_at = self._copy_done_at(copy, now)
+            if done_at is not None:
+                self._copies.append((done_at, copy.copy_id))
         self._copies.sort()
+
+    def _copy_done_at(self, copy: KVCopy, now: float) -> float | None:
+        """Returns when a copy that begins now is done; None where no step is to end for it."""
+        begins_at = max(now, self._link_free_at[copy.to])
+        self._link_free_at[copy.to] = begins_at + self._latency.copy_s(len(copy.source) * self.shape.block_size)
+        return self._link_free_at[copy.to]
+
+    def _complete_copy(self, copy_id: int, now: float) -> None:
+        self.executor.complete_copy(copy_id)
 
     def _steps_until_change(self, run: StepRun) -> int:
         """How often the batch can be repeated: until an output ends or, in a padded batch, the last one does."""

@@ -91,6 +91,20 @@ def test_a_stream_goes_first_until_its_reader_is_ahead_and_again_before_he_has_r
     assert names(order, 5.4) == ["stream", "whole"], "before he has read all"
 
 
+def test_first_tokens_go_by_what_is_left_to_compute_and_no_one_is_passed_for_long() -> None:
+    new = job("new", 200.0, prompt_len=20_000, reading_rate=0.0)
+    turn = job("turn", 200.0, 1.0, prompt_len=60_000, cached_len=59_000, reading_rate=0.0)
+    order = order_of(new, turn)
+    order.price(PROCESSOR, 100_000)
+    assert names(order, 1.0) == ["turn", "new"], "its work counts, not its length"
+    turn.cached_len = 0
+    order.changed(turn)
+    assert names(order, 1.0) == ["new", "turn"], "its beginning has been evicted"
+    late = job("late", 200.0, 3600.0, prompt_len=60_000, cached_len=59_990, reading_rate=0.0)
+    order.add(late, late.arrived_at)
+    assert names(order, 3600.0) == ["new", "turn", "late"]
+
+
 def test_a_full_step_is_one_of_the_places_by_price() -> None:
     order = ReadersFirst(DecodePrice(PROCESSOR, 128, 100_000), tail=1e6)
     order.price(PROCESSOR, 100_000)
