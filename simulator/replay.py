@@ -17,8 +17,9 @@ import numpy as np
 
 from farsight.core.errors import InvalidValueError
 from farsight.simulator.cluster.fleet import Fleet, Source
+from farsight.simulator.cluster.memory_below import NOTHING_BELOW, MemoryBelow
 from farsight.simulator.cluster.records import Record
-from farsight.simulator.cluster.tiered import NOTHING_BELOW, MemoryBelow, TieredReplica
+from farsight.simulator.cluster.tiered import TieredReplica
 from farsight.simulator.experiment import Experiment
 from farsight.simulator.run import run_source
 from farsight.simulator.summary import MeanAndPercentiles, distribution
@@ -58,7 +59,7 @@ class ReplaySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
+class ReplayResult:
     """The numbers of one run.
 
     Attributes:
@@ -106,7 +107,7 @@ class ClassResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class ReplayTraffic:
     """What is replayed.
 
     Attributes:
@@ -125,7 +126,7 @@ class Traffic:
     is_closed: bool = False
 
 
-def read_traffic(path: Path, part: int, num_parts: int, scale: float) -> Traffic:
+def read_traffic(path: Path, part: int, num_parts: int, scale: float) -> ReplayTraffic:
     """Reads conversations, or a trace of single requests in any format of ``read_trace``.
 
     Args:
@@ -148,17 +149,17 @@ def read_traffic(path: Path, part: int, num_parts: int, scale: float) -> Traffic
     arrivals = [replace(each, app="request") for each in arrivals]
     ends = sum(each.prompt_len + each.output_len + 2 * BLOCK_SIZE for each in arrivals)
     limit = max(each.max_new_tokens for each in arrivals)
-    return Traffic(lambda _: arrivals, len(arrivals), limit, BLOCK_SIZE, ends)
+    return ReplayTraffic(lambda _: arrivals, len(arrivals), limit, BLOCK_SIZE, ends)
 
 
-def of_conversations(trace: Trace) -> Traffic:
+def of_conversations(trace: Trace) -> ReplayTraffic:
     """Returns the conversations as traffic."""
 
     def begin(every_s: float) -> ClosedLoop:
         return ClosedLoop(trace, (index * every_s for index in range(len(trace.conversations))))
 
     turns = [turn for each in trace.conversations for turn in each.turns]
-    return Traffic(
+    return ReplayTraffic(
         begin,
         num_turns=len(turns),
         max_new_tokens=max(turn.output_len for turn in turns),
@@ -180,10 +181,10 @@ def _every_token(trace: Trace) -> int:
 
 def replay(
     settings: ReplaySettings,
-    traffic: Traffic,
+    traffic: ReplayTraffic,
     names: Sequence[str] = (ONE_TIER, TIERS, ALL_KEPT),
     progress: Callable[[str, int], None] = lambda name, num: None,
-) -> list[RunResult]:
+) -> list[ReplayResult]:
     """Runs the traffic with one tier, with the tiers below it, and with all kept; returns the results of ``names``.
 
     Args:
@@ -202,7 +203,7 @@ def replay(
     return results
 
 
-def _result(name: str, fleet: Fleet) -> RunResult:
+def _result(name: str, fleet: Fleet) -> ReplayResult:
     recorder, sessions = fleet.recorder, fleet.sessions
     assert sessions is not None
     done, usage = recorder.done, list(recorder.usage.values())
@@ -214,7 +215,7 @@ def _result(name: str, fleet: Fleet) -> RunResult:
     by_kind: dict[str, list[Record]] = {}
     for record in done:
         by_kind.setdefault(record.arrival.app, []).append(record)
-    return RunResult(
+    return ReplayResult(
         name=name,
         turns=len(done),
         sessions=totals.sessions,
@@ -247,7 +248,7 @@ def _class(records: Sequence[Record]) -> ClassResult:
     return ClassResult(len(records), turn_s, distribution([each.ttft_s for each in records]))
 
 
-def to_dict(settings: ReplaySettings, traffic: Traffic, results: Iterable[RunResult]) -> dict[str, Any]:
+def to_dict(settings: ReplaySettings, traffic: ReplayTraffic, results: Iterable[ReplayResult]) -> dict[str, Any]:
     """Returns what ``--json`` prints: the settings, each run, and the ratios that matter."""
     runs = {each.name: each for each in results}
     return {
@@ -258,7 +259,7 @@ def to_dict(settings: ReplaySettings, traffic: Traffic, results: Iterable[RunRes
     }
 
 
-def ratios(runs: dict[str, RunResult]) -> dict[str, float | None]:
+def ratios(runs: dict[str, ReplayResult]) -> dict[str, float | None]:
     """Returns the tiers' prefill over new tokens, and their times over those of one tier and of the bound."""
     one, tiers, kept = runs[ONE_TIER], runs[TIERS], runs[ALL_KEPT]
     return {

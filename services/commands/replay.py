@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
     from farsight.services.commands.logged_traffic import Traffic
     from farsight.simulator.experiment import Experiment
-    from farsight.simulator.replay import ReplaySettings
-    from farsight.simulator.replay import Traffic as ReplayTraffic
+    from farsight.simulator.replay import ReplaySettings, ReplayTraffic
 
 HOST_POOLS = 2
 """The host pool's usual size, in pools of the device."""
@@ -197,7 +196,7 @@ def _replay_trace(
 def _settings(given: _Given, experiment: Experiment) -> ReplaySettings:
     from farsight.estimator.profile_file import DEVICE_PROFILES, find_device_profile
     from farsight.simulator.cluster.latency import LinearLatency
-    from farsight.simulator.cluster.tiered import MemoryBelow
+    from farsight.simulator.cluster.memory_below import MemoryBelow
     from farsight.simulator.replay import ReplaySettings
 
     try:

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from farsight.core.errors import IntegrityError, InvalidValueError
 from farsight.core.messages.kv import OffloadQuestion
@@ -48,10 +48,8 @@ from farsight.policies.replica.events import (
 )
 from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.simulator.cluster.latency import LatencyModel, StepRun
+from farsight.simulator.cluster.memory_below import MemoryBelow, TieredExecutor
 from farsight.simulator.cluster.records import Record, Recorder, ReplicaUsage
-
-if TYPE_CHECKING:
-    from farsight.simulator.cluster.tiered import MemoryBelow
 
 Execution = Literal["ragged", "static"]
 """As ``SchedulerConfig.execution``."""
@@ -72,7 +70,7 @@ class ReplicaShape:
         copies_block: Whether a step waits for the copies of KV that are ordered before it, as where no stream overlaps.
         offload_hop_s: From a question to the KV offload manager to its answer, there and back.
         tells_cache: Whether reports tell the scheduler what is cached.
-        below: Tiers below the device's pool (``cluster.tiered``); None for a replica that knows none.
+        below: Tiers below the device's pool ; None for a replica that knows none.
         num_states: As ``Device.num_states``.
 
     Raises:
@@ -114,8 +112,6 @@ class ReplicaShape:
             return StaticExecutor(blocks, limits, incarnation, self.num_tokens)
         host = BlockManager(self.num_host_blocks, self.block_size) if self.num_host_blocks else None
         if self.below is not None:
-            from farsight.simulator.cluster.tiered import TieredExecutor  # which knows this module
-
             return TieredExecutor(blocks, limits, incarnation)
         if self.num_stages > 1:
             return PipelinedExecutor(blocks, limits, incarnation, host, max_in_flight=self.num_stages)

@@ -10,11 +10,12 @@ import pytest
 from farsight.core.costs import StepCost
 from farsight.core.errors import InvalidValueError
 from farsight.simulator.cluster.latency import LinearLatency
-from farsight.simulator.cluster.tiered import MemoryBelow, TieredReplica
+from farsight.simulator.cluster.memory_below import MemoryBelow
+from farsight.simulator.cluster.tiered import TieredReplica
 from farsight.simulator.experiment import Experiment
 from farsight.simulator.replay import ALL_KEPT, ONE_TIER, TIERS, ReplaySettings, of_conversations, ratios, replay
 from farsight.simulator.run import run_source
-from farsight.simulator.traffic.conversations import AFTER_TOOL, FIRST, Conversation, Trace, Turn
+from farsight.simulator.traffic.conversations import AFTER_TOOL, FIRST, Trace, TracedConversation, Turn
 
 LATENCY = LinearLatency(StepCost(5e-3, 1e-3, 1e-4, 1e-6), kv_bytes=1000, copy_bandwidth=1e8)
 BELOW = MemoryBelow(host_tokens=4_000, disk_tokens=100_000, disk_bandwidth=2e7, token_bytes=1000)
@@ -28,7 +29,7 @@ def conversations(num: int = 16, num_turns: int = 6, block: int = 16) -> Trace:
     for number in range(1, num + 1):
         lengths = np.cumsum(rng.integers(100, 400, num_turns)).tolist()
         turns = [Turn(n, int(rng.integers(5, 40)), ((1, n // block),), 5.0, AFTER_TOOL) for n in lengths]
-        found.append(Conversation(f"c{number}", number, (replace(turns[0], gap_s=0.0, kind=FIRST), *turns[1:])))
+        found.append(TracedConversation(f"c{number}", number, (replace(turns[0], gap_s=0.0, kind=FIRST), *turns[1:])))
     return Trace(tuple(found), block)
 
 
