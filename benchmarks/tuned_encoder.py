@@ -30,9 +30,9 @@ from farsight.predictor.training import RECIPES, train
 from farsight.simulator.traffic.arrivals import AllAtOnce
 from lab.reproduce.multi_bin_runs import PHI, serve
 
-EPOCHS = 4
+EPOCHS = 3
 BATCH = 16
-MAX_TOKENS = 96
+MAX_TOKENS = 64
 """What is read of a prompt: most of the instructions are shorter."""
 
 LEARNING_RATE, HEAD_RATE = 5e-5, 1e-2
@@ -69,7 +69,7 @@ def tuned(known: Sequence[Example], asked: Sequence[Example]) -> Floats:
     model = SentenceTransformer(str(encoder_dir(MINILM)), device="cpu")
     model.max_seq_length = MAX_TOKENS
     lens = torch.tensor([each.output_len for each in known], dtype=torch.float32)
-    head = torch.nn.Linear(int(model.get_sentence_embedding_dimension() or 0), 1)
+    head = torch.nn.Linear(int(model.get_embedding_dimension() or 0), 1)
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
     centre, scale = lens.median(), lens.std()
@@ -80,7 +80,7 @@ def tuned(known: Sequence[Example], asked: Sequence[Example]) -> Floats:
     optimiser = torch.optim.AdamW(groups)
 
     def scored(examples: Sequence[Example]) -> torch.Tensor:
-        read = model.tokenize([each.question.user_input for each in examples])
+        read = model.preprocess([each.question.user_input for each in examples])
         made: torch.Tensor = head(model(read)["sentence_embedding"])[:, 0]
         return centre + scale * made
 

@@ -23,11 +23,10 @@ from farsight.policies.order.offload_orders import OffloadDecider
 from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.policies.settings import PolicySettings
 from farsight.simulator.cluster.fleet import Fleet, FleetShape, Source
-from farsight.simulator.cluster.records import Record, Recorder
+from farsight.simulator.cluster.memory_below import NOTHING_BELOW, MemoryBelow
+from farsight.simulator.cluster.records import Record, Recorder, Timeline
 from farsight.simulator.cluster.replica import ReplicaShape
-from farsight.simulator.cluster.tiered import NOTHING_BELOW, MemoryBelow
-from farsight.simulator.cluster.timeline import Timeline
-from farsight.simulator.experiment import Experiment
+from farsight.simulator.experiment import Experiment, num_states
 from farsight.simulator.summary import Summary, summarize
 from farsight.simulator.traffic.workload import SimRequest, Workload
 
@@ -109,14 +108,17 @@ def _looking_seldom(shape: ReplicaShape) -> ReplicaShape:
 
 
 def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
+    states = num_states(experiment)  # with them nothing moves to the host, and no prefix is cached
     return ReplicaShape(
         num_blocks=experiment.kv_tokens // experiment.block_size,
         block_size=experiment.block_size,
-        num_host_blocks=experiment.host_kv_tokens // experiment.block_size,
+        num_host_blocks=0 if states else experiment.host_kv_tokens // experiment.block_size,
+        num_states=states,
         max_num_seqs=experiment.max_num_seqs,
         max_batch_tokens=experiment.max_batch_tokens,
         look_every=0 if is_steady(experiment.scheduler) and not _any_gives_way(arrivals) else 1,
-        shares_prefixes=any(each.prefix or any(image.name for image in each.images) for each in arrivals),
+        shares_prefixes=not states
+        and any(each.prefix or any(image.name for image in each.images) for each in arrivals),
         execution="static" if experiment.scheduler.execution == "static" else "ragged",
         offload_hop_s=experiment.offload_hop_s or 0.0,
     )

@@ -263,8 +263,8 @@ FASTSERVE_CONDITIONS = (
         varied(
             _TIGHT,
             {
-                "Defer: room for what a job has": {"slots": False},
-                "Reactive: copies beside the steps": {"blocks": False},
+                "places and copies as in the engine": {"slots": False, "blocks": False},
+                "the same, rate 16": {"slots": False, "blocks": False, "load": replace(_TIGHT.load, rate=16.0)},
                 "rate 4": {"load": replace(_TIGHT.load, rate=4.0)},
                 "rate 16": {"load": replace(_TIGHT.load, rate=16.0)},
                 "batches of 64": {"batch_size": 64},

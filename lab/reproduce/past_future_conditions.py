@@ -81,7 +81,7 @@ def goodput_ratio(setting: Heavy, seed: int) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of Table 1 with 1,000 requests.
+    """A line of Table 1 with 300 requests.
 
     Attributes:
         distribution: One of the keys of ``TABLE_1``.
@@ -101,7 +101,7 @@ class Line:
     def serve(self, seed: int) -> dict[str, float]:
         """Returns both means of M*, the memory in use and the evictions."""
         method = self.instead or TABLE_1[self.distribution][0][self.number]
-        outcome = serve(requests(DISTRIBUTIONS[self.distribution], 1000, seed), method)
+        outcome = serve(requests(DISTRIBUTIONS[self.distribution], 300, seed), method)
         required = (outcome.future_required, outcome.future_admitting)
         return dict(zip(_COLUMNS, (outcome.current_memory, *required, outcome.evictions), strict=True))
 
@@ -113,8 +113,6 @@ _COLUMNS = (
     "evictions for 100 requests",
 )
 _LINES = {
-    "D1, Past-Future 5%": Line("D1", 2),
-    "D1, Aggressive 95%": Line("D1", 5),
     "D2, Conservative": Line("D2", 7),
     "D2, Conservative, its own limits": Line("D2", 7, conservative()),
     "D2, Conservative, overcommit 125%": Line("D2", 8),

@@ -24,7 +24,7 @@ LATE_FOR_S = 3.0
 """More replicas are wanted if, at every look for so many seconds, the predicted delay was above the target."""
 
 
-class ReplicaBounds(Protocol):
+class ScalingBounds(Protocol):
     """Bounds of the number of replicas, as ``[model]`` has them."""
 
     @property
@@ -80,7 +80,7 @@ class ReplicaScaler:
         bounds: Fewest and most replicas, the target and the calm time.
     """
 
-    def __init__(self, bounds: ReplicaBounds) -> None:
+    def __init__(self, bounds: ScalingBounds) -> None:
         self._bounds = bounds
         self._count = 0
         self._late_since: float | None = None

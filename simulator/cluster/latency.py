@@ -110,6 +110,8 @@ class ModelShape:
         expert_params: How many of them are in mixtures of experts.
         expert_share: Experts that a token takes / experts.
         vision: The tower that turns its pictures into rows; None for a model that does not see.
+        attention_layers: Layers that keep keys and values; 0: all.
+        state_bytes: Bytes of the states that a sequence has in the other layers, however long it is.
     """
 
     name: str
@@ -120,6 +122,8 @@ class ModelShape:
     expert_params: float = 0.0
     expert_share: float = 1.0
     vision: VisionShape | None = None
+    attention_layers: int = 0
+    state_bytes: int = 0
 
     @property
     def active_params(self) -> float:
@@ -134,7 +138,7 @@ class ModelShape:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers, in half precision."""
-        return int(4 * self.num_layers * self.hidden_size * self.kv_share)
+        return int(4 * (self.attention_layers or self.num_layers) * self.hidden_size * self.kv_share)
 
 
 GPUS = {
@@ -171,6 +175,10 @@ MODELS = {
         ModelShape("llama-3-70b", 80, 8192, 70e9, kv_share=0.125),
         ModelShape("mixtral-8x7b", 32, 4096, 46.7e9, kv_share=0.25, expert_params=45.1e9, expert_share=2 / 8),
         ModelShape("gpt-3-175b", 96, 12288, 175e9),
+        # 24 of 32 layers have 32 matrices of 128 x 128 in float32, and three rows of 8,192 values before them
+        ModelShape(
+            "qwen3.5-9b", 32, 4096, 9e9, kv_share=0.25, attention_layers=8, state_bytes=24 * 4 * (2**19 + 3 * 2**13)
+        ),
     )
 }
 
@@ -201,6 +209,7 @@ class Roofline:
         context = context_tokens / self.pipeline_parallel
         flops = 2 * self.model.active_params * tokens
         traffic = 2 * self.model.read_params(tokens) + self.model.kv_bytes * (context + tokens)
+        traffic += 2 * self.model.state_bytes * decode_seqs / self.pipeline_parallel  # read and written
         return self.overhead_s + max(flops / self._flops, traffic / self._bandwidth)
 
     @property
@@ -235,7 +244,7 @@ class Roofline:
         return StepCost(
             base_s=self.overhead_s + weights_s,
             prefill_token_s=2 * self.model.active_params / self._flops / self.pipeline_parallel,
-            decode_seq_s=0.0,
+            decode_seq_s=2 * self.model.state_bytes / self._bandwidth / self.pipeline_parallel,
             context_token_s=self.model.kv_bytes / self._bandwidth / self.pipeline_parallel,
         )
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from farsight.core.config.load import make_config
 from farsight.services.api.schemas import CompletionRequest
+from farsight.services.ingress import predictor_client
 from farsight.services.launch.launch import EMBEDDED_NAME
 from farsight.services.local.service import LocalService, local_service
 from tests.e2e.server import LONG_S, Server, farsight, start_server, wait_until
@@ -154,18 +156,27 @@ def test_another_predictor_comes_when_questions_queue(tmp_path: Path) -> None:
 CLASSES = {"Name the colour.": 4, "Tell me of the sea.": 14, "Write down all that you know of trees.": 40}
 
 
-async def test_magnus_batches_by_an_encoder_that_sentence_transformers_computes(tmp_path: Path) -> None:
+@pytest.mark.timeout(3600)  # a fit runs in a niced process: a busy machine keeps it waiting
+async def test_magnus_batches_by_an_encoder_that_sentence_transformers_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three applications with outputs of one length each: every forecast is right, and so are those of the batches.
 
     The components are real and in this process, which loads that library once.
     """
+    monkeypatch.setattr(predictor_client, "ASK_S", LONG_S)  # a busy machine may take its time
     log = tmp_path / "log.sqlite"
     tables = {
         "model": {"name": EMBEDDED_NAME},
         "scheduler": {"preset": "magnus"},
         "engine": {"benchmark_mode": True},
         "log": {"path": str(log)},
-        "predictor": {"encoder": "sentence-transformers:minilm", "learn_every_s": 1.0, "cpu_share": 16.0},
+        "predictor": {
+            "encoder": "sentence-transformers:minilm",
+            "learn_every_s": 1.0,
+            "cpu_share": 16.0,
+            "wait_s": LONG_S,  # every batch has the forecasts of its requests
+        },
     }
     asked: list[float] = []
 
@@ -187,9 +198,10 @@ async def test_magnus_batches_by_an_encoder_that_sentence_transformers_computes(
 
     lengths = "SELECT source, mean, output_len FROM forecasts JOIN finished_requests USING (request_id)"
     newest = f"{lengths} ORDER BY finished_requests.row DESC LIMIT ?"
-    async with asyncio.timeout(LONG_S), local_service(make_config(tables)) as service:
+    async with local_service(make_config(tables)) as service:
         await ask(service, 180)  # it learns from the first hundred, and holds every fifth back
         while {source for source, _, _ in rows(newest, 3)} != {"forest"}:
+            await asyncio.sleep(1.0)
             await ask(service, 3)
         [(before,)] = rows("SELECT max(row) FROM finished_batches")
         await ask(service, 60)

@@ -15,7 +15,7 @@ from farsight.core.costs import FREE_IMAGES
 from farsight.core.errors import ConfigError, IntegrityError, InvalidValueError
 from farsight.policies.presets import PRESETS
 from farsight.simulator.cluster.latency import GPUS, MODELS, LinearLatency, ModelShape, Roofline, VisionShape
-from farsight.simulator.cluster.timeline import Timeline
+from farsight.simulator.cluster.records import Timeline
 from farsight.simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, free_kv_tokens, make_arrivals
 from farsight.simulator.results import config_of, read_config, request_row, to_json, write_results
 from farsight.simulator.run import RunOutcome, run
@@ -186,6 +186,19 @@ def test_kv_tokens_of_a_gpu() -> None:
         match=r"^model: got 'opt-66b', expected weights below the 72 GB that 1 x a100-80g have for them, not 132 GB",
     ):
         free_kv_tokens(replace(one, model=MODELS["opt-66b"]))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_serves_a_model_with_states(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more sequences than there are states hold keys and values; none is moved, and no prefix is cached."""
+    model = MODELS["qwen3.5-9b"]
+    assert model.kv_bytes == 32 * 1024 and round(model.state_bytes / 2**20, 1) == 50.2
+    latency = Roofline(GPUS["a100-80g"], model)
+    assert free_kv_tokens(latency) == int((72e9 - 18e9 - 512 * model.state_bytes) / (32 * 1024))
+    monkeypatch.setattr("farsight.simulator.experiment.NUM_STATES", 3)
+    experiment = replace(SMALL.under(preset), latency=latency, num_requests=30)
+    done = run(experiment, make_arrivals(experiment)).recorder.done
+    assert len(done) == 30 and not any(record.num_swaps or record.cached_len for record in done)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,7 @@ def test_a_step_that_is_cut_off_leaves_the_state_as_it_was(
     batch = dataclasses.replace(driver.batch(**{"cut off": 9}), cut_off_s=-1.0)
     with pytest.raises(IterationCutOff):
         runner.execute(batch, driver.sequences)
+    runner.backend.cut_off_at_s = math.inf
     left = driver.remaining("whole")
     mine, theirs = driver.logits(whole=left, **{"cut off": left})
     assert mine is not None and theirs is not None and torch.equal(mine, theirs)

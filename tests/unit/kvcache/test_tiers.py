@@ -408,3 +408,19 @@ def test_random_conversations_come_back_as_they_were() -> None:
         machine.check()
     assert machine.tiers.counts.disk_brought > 50
     assert machine.tiers.counts.host_brought > 30
+
+
+@pytest.mark.parametrize(("below", "least", "most"), [(True, 1.0, 1.15), (False, 3.0, 9.0)])
+def test_eight_conversations_in_a_pool_for_two_are_computed_once(below: bool, least: float, most: float) -> None:
+    """Ten turns each, one after the other; with one tier most of each prompt is computed at every turn."""
+    machine = Machine(2 * 32, TierLimits(disk_blocks=1000))
+    if not below:
+        machine.executor.tiers = machine.executor.transfers.tiers = None
+    rng, computed = random.Random(4), 0
+    talks: list[tuple[int, ...]] = [()] * 8
+    for turn in range(10):
+        for i, talk in enumerate(talks):
+            talks[i] = talk + tuple(rng.randrange(1000) for _ in range(12))
+            computed += machine.run(f"{i}-{turn}", talks[i])
+    new = sum(map(len, talks))
+    assert least <= computed / new <= most
