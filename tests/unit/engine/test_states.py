@@ -123,8 +123,8 @@ def test_a_step_that_is_cut_off_leaves_the_state_as_it_was(
 ) -> None:
     runner, tokens = runner_of(saved(name), backend), sequences()[-1]
     driver = Driver(runner)
-    for name in ("whole", "cut off"):
-        driver.add(name, tokens)
+    for each in ("whole", "cut off"):
+        driver.add(each, tokens)
     driver.logits(whole=20, **{"cut off": 20})
     batch = dataclasses.replace(driver.batch(**{"cut off": 9}), cut_off_s=-1.0)
     with pytest.raises(IterationCutOff):
