@@ -97,6 +97,12 @@ def replay(
             raise ConfigError("LOG", log or "none", "a log, or --trace FILE, and not both")
         counts = {"--replicas": replicas, "--tensor-parallel": tensor_parallel}
         check_counts(counts | {"--kv-tokens": kv_tokens, "--max-num-seqs": max_num_seqs})
+        if every is not None and not 0 <= every < math.inf:
+            raise ConfigError("--every", every, "seconds >= 0")
+        if not 0 < scale < math.inf:
+            raise ConfigError("--scale", scale, "a number above 0")
+        if host_kv_tokens is not None and host_kv_tokens < 0:
+            raise ConfigError("--host-kv-tokens", host_kv_tokens, "an integer >= 0")
         if trace is not None:
             steps = {"--gpu": gpu, "--model": model, "--tensor-parallel": tensor_parallel, "--profile": profile}
             for flag, value in steps.items():

@@ -27,7 +27,7 @@ class TieredReplica(Replica):
             self.tiers.prices.host_block_s = self._link_s
             self.tiers.prices.disk_block_s = self._link_s + self._disk_s
             self.executor.keep_tiers(self.tiers)
-        self._returns: dict[int, float] = {}  # when each began
+        self._returns: dict[int, tuple[int, float]] = {}  # blocks of each, and when it began
         self._saves: list[tuple[float, int]] = []  # (done at, copy id)
         self._disk_free_at = {Residency.DEVICE: 0.0, Residency.DISK: 0.0}  # for reads and for writes
 
@@ -61,11 +61,10 @@ class TieredReplica(Replica):
                 self._copy_done_at(copy, done_at)
 
     def _complete_copy(self, copy_id: int, now: float) -> None:
-        began_at = self._returns.pop(copy_id, None)
-        if began_at is None:
-            super()._complete_copy(copy_id, now)
-        else:
-            self.executor.complete_copy(copy_id, seconds=now - began_at)
+        if copy_id in self._returns and self.tiers is not None:
+            num_blocks, began_at = self._returns.pop(copy_id)
+            self.tiers.outcomes[copy_id] = num_blocks, now - began_at
+        super()._complete_copy(copy_id, now)
 
     def _copy_done_at(self, copy: KVCopy, now: float) -> float | None:
         """Returns when a copy is done; None for one that no sequence waits for, which ends no step."""
@@ -82,7 +81,7 @@ class TieredReplica(Replica):
             self._disk_free_at[used] = max(now, self._disk_free_at[used]) + num_disk * self._disk_s
             done_at = max(done_at, self._disk_free_at[used])
         if copy.target:
-            self._returns[copy.copy_id] = now
+            self._returns[copy.copy_id] = num, now
             return done_at
         self._saves.append((done_at, copy.copy_id))
         return None
