@@ -27,7 +27,7 @@ from farsight.engine.checkpoint.model_config import load_model_config
 from farsight.engine.engine import Engine
 from farsight.engine.kv_files import KVFiles, bound, clear, drop_unused, kept_in, open_folder, weights_checksum
 from farsight.kvcache import LeaseExecutor
-from farsight.kvcache.tiers import KVTiers, TierCounts
+from farsight.kvcache.tiers import KVTiers, TierCounts, TierPrices
 
 IDENTITY = KVIdentity("llama", "a1", "float32", "full", "1.0", 32, 4096)
 SIZE = 16
@@ -37,6 +37,14 @@ NIGHTLY = pytest.mark.nightly
 def block_bytes(model: Path, settings: Mapping[str, object]) -> int:
     dtype = torch.int8 if settings.get("kv_dtype") == "int8" else torch.float32
     return load_model_config(model).kv_bytes_per_token(dtype) * SIZE
+
+
+class Unpriced(TierPrices):
+    """Prices that are never known, whatever the speed of this machine: all that lies below comes back."""
+
+    def computed(self, num_tokens: int, seconds: float) -> None: ...
+
+    def brought(self, num_host: int, num_disk: int, seconds: float) -> None: ...
 
 
 class Talker:
@@ -55,6 +63,8 @@ class Talker:
             disk_kv="" if folder is None else str(folder),
         )
         self.engine = Engine(model, dtype="float32", engine=dataclasses.replace(config, **settings))
+        if folder is not None:
+            self.tiers.prices = Unpriced()
 
     @property
     def tiers(self) -> KVTiers:
@@ -92,6 +102,7 @@ def converse(talker: Talker, turns: int = 3) -> list[tuple[int, ...]]:
     for turn in range(turns):
         for pair in (0, 2):
             found = talker.answer(*told[pair : pair + 2])
+            talker.settle()
             for i, tokens in enumerate(found, pair):
                 told[i] = [*told[i], *tokens, 5 + turn, 6, 7]
             answers += found

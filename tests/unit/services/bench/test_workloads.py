@@ -27,11 +27,13 @@ from farsight.services.bench.workloads import (
     OUTPUT_LENS,
     PROMPT_LENS,
     SHORT_LENS,
+    TURNS,
     WORKLOADS,
     ZIPF_OUTPUT_LENS,
     ZIPF_PROMPT_LENS,
     ZipfRanks,
     drawn_arrivals,
+    make_conversations,
     make_workload,
     replayed_arrivals,
 )
@@ -262,3 +264,13 @@ def test_a_wrong_prefix_group_is_named(tmp_path: Path, entry: dict[str, object])
 def test_estimated_tokens() -> None:
     assert estimated_tokens("Don't panic, now!") == 7
     assert estimated_tokens("") == 1
+
+
+def test_turns_of_a_conversation_go_on_where_the_last_one_ended() -> None:
+    requests, gaps_s = make_conversations(3, 6000, seed=1)
+    assert len(requests) == len(gaps_s) == 3 * TURNS
+    for first in range(0, len(requests), TURNS):
+        talk = [request.parts for request in requests[first : first + TURNS]]
+        assert all(later[:-1] == earlier for earlier, later in itertools.pairwise(talk))
+        assert 5900 <= requests[first + TURNS - 1].prompt_tokens <= 6000
+    assert make_conversations(3, 6000, seed=1)[0] == requests
