@@ -103,7 +103,8 @@ def _one_tier(ratios: Mapping[str, float | None]) -> str:
 def _parts(run: Mapping[str, Any]) -> dict[str, int]:
     """Returns the prompt tokens of a run by where they came from, in the order of bars."""
     again = run["computed_again_tokens"]
-    return {**run["hits"], "new": run["computed_tokens"] - again, "again": again}
+    found = {**run["hits"], "new": run["computed_tokens"] - again, "again": again}
+    return {name: found[name] for name in _WHERE}
 
 
 def _sources(runs: Sequence[Mapping[str, Any]]) -> str:
