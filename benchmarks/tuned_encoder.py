@@ -119,7 +119,7 @@ def rows(file: Path, tell: Callable[[str], None]) -> Iterator[Row]:
     yield Row(f"{where}: RMSE of tuned over that of the mean", errors["tuned"] / float(np.std(lens)), 1.0, "ratio")
 
 
-def _binned(values: Floats, edges: Sequence[float]) -> NDArray[np.int64]:
+def _binned(values: Floats | NDArray[np.int64], edges: Sequence[float]) -> NDArray[np.int64]:
     return np.searchsorted(edges[1:-1], values, side="right")
 
 

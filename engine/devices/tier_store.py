@@ -143,7 +143,7 @@ class TierStore(KVCopier):
 
 
 def _bytes_of(row: Tensor) -> memoryview:
-    return memoryview(row.view(torch.uint8).numpy()).cast("B")  # type: ignore[call-overload]
+    return memoryview(row.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def open_tiers(

@@ -149,9 +149,10 @@ def _one_sequence(rows: Tensor, mixer: Mixer, weights: MixerWeights, state: Tens
     kept = (mixer.length - 1) * mixer.convolved
     window = state[:kept].view(mixer.length - 1, mixer.convolved)
     if isinstance(mixer, ShortConvolution):
-        before, behind, value = rows.split(mixer.outputs, 1)
-        return behind * _convolved(before * value, window, weights)
-    convolved, gate, strength, decay = rows.split(mixer.outputs, 1)
+        before, behind, value = torch.split(rows, mixer.outputs, 1)
+        mixed: Tensor = behind * _convolved(before * value, window, weights)
+        return mixed
+    convolved, gate, strength, decay = torch.split(rows, mixer.outputs, 1)
     ready = F.silu(_convolved(convolved, window, weights))
     memory = state[kept:].view(mixer.value_heads, mixer.key, mixer.value)
     found = _delta(ready, strength.sigmoid(), decay, mixer, weights, memory)
@@ -185,7 +186,7 @@ def _delta(
         memory: ``[value_heads, key, value]``; changed.
     """
     keys = mixer.key_heads * mixer.key
-    query, key, value = ready.split([keys, keys, mixer.mixed], 1)
+    query, key, value = torch.split(ready, [keys, keys, mixer.mixed], 1)
     shared = mixer.value_heads // mixer.key_heads
     query, key = (_unit(each.view(len(ready), -1, mixer.key)).repeat_interleave(shared, 1) for each in (query, key))
     query, value = query * mixer.key**-0.5, value.view(len(ready), -1, mixer.value)

@@ -85,9 +85,7 @@ class HonestRouter(GlobalScheduler):
         return out
 
     def _seen(self) -> LoadSnapshot:
-        shape = self._shape.replica
-        fleet = self._shape.num_replicas, shape.max_num_seqs, shape.num_tokens
-        return LoadSnapshot(self.demand(), *fleet, True, self._shape.latency.cost, self.usual_lengths())
+        return self.outlook(self._shape.replica.max_num_seqs, self._shape.latency.cost, joins=True)
 
     def _learn(self, event: RequestsEnded, now: float) -> None:
         for each in event.finished:

@@ -220,7 +220,7 @@ class _MlfqPoint:
 
 
 def _mlfq_point(bed: Testbed, load: Load) -> _MlfqPoint:
-    def mean_s(preset: str, config: SchedulerConfig | None = None, **parts: str) -> float:
+    def mean_s(preset: str, config: SchedulerConfig | None = None, **parts: Any) -> float:
         return _times(lambda seeded: serve(bed, seeded, preset, config, **parts), load).mean_s
 
     ours = _times(partial(serve, bed, preset="fastserve"), load)

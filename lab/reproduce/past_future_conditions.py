@@ -96,7 +96,8 @@ class Line:
     @property
     def printed(self) -> tuple[float, ...]:
         """Steps, memory in use, future required and evictions."""
-        return TABLE_1[self.distribution][1 + self.number]
+        _, *lines = TABLE_1[self.distribution]
+        return lines[self.number]
 
     def serve(self, seed: int) -> dict[str, float]:
         """Returns both means of M*, the memory in use and the evictions."""

@@ -223,7 +223,9 @@ class Fleet:
         self.refused: list[str] = []
         self.batches: list[BatchEnded] = []
         self.batches_ended_at: list[float] = []
-        self._make = lambda index: self._make_replica(index, make_scheduler(index), make_offload(index))
+        self._make: Callable[[int], Replica] = lambda index: self._make_replica(
+            index, make_scheduler(index), make_offload(index)
+        )
         self.replicas = [self._make(index) for index in range(shape.num_replicas)]
         for each in self.replicas:
             self._tell(ReplicaUp(each.name, each.ready))

@@ -121,7 +121,7 @@ class OllamaWriter:
             for name, value in (each["message"] if self._is_chat else each).items():
                 if name != "role" and value:
                     whole[name] = whole[name] + value if name in whole else value
-        found = {"message": whole} if self._is_chat else whole
+        found: dict[str, Any] = {"message": whole} if self._is_chat else whole
         if self._generation.shows_logprobs:
             found["logprobs"] = self._logprobs(result.logprobs)
         return {**self._head(), **found, **self._ended(used)}

@@ -183,7 +183,7 @@ def _input_items(response_id: str, items: Items) -> Items:
             row["type"] = "message"
             kind = _TEXT_KINDS.get(row["role"], "input_text")
             parts = [{"type": kind, "text": row["content"]}] if isinstance(row["content"], str) else row["content"]
-            extra = {"annotations": []} if kind == "output_text" else {}
+            extra: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
             row["content"] = [{**extra, **part} if part["type"] == "output_text" else part for part in parts]
             row["content"] = [
                 {"detail": "auto", **part} if "image" in part["type"] else part for part in row["content"]

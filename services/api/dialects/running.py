@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
@@ -90,9 +90,9 @@ class Running:
         session = checked_session(SESSION_HEADER, headers.get(SESSION_HEADER, ""))
         application = headers.get(APPLICATION_HEADER) or headers.get("user-agent", "").partition("/")[0]
         application = application[:MAX_APPLICATION_CHARS]
-        told = {"application": application, "continues": continues}
         prompts = tuple(
-            dataclasses.replace(each, session=session or each.session, **told) for each in generation.prompts
+            dataclasses.replace(each, session=session or each.session, application=application, continues=continues)
+            for each in generation.prompts
         )
         generation = dataclasses.replace(generation, id_prefix=id_prefix, texts=texts, prompts=prompts)
         named = generation.named(owner_of(key), salted, rate, response_id)
@@ -168,7 +168,10 @@ def _served_as(generation: Generation) -> Generation:
     return dataclasses.replace(generation, service_tier="default")
 
 
-def as_chat(fields: Callable[[], ChatCompletionRequest]) -> ChatCompletionRequest:
+_Body = TypeVar("_Body", ChatCompletionRequest, ChatCompletionRequest | CompletionRequest)
+
+
+def as_chat(fields: Callable[[], _Body]) -> _Body:
     """The chat, or what of it is wrong as an error of the request."""
     try:
         return fields()

@@ -178,7 +178,7 @@ def test_the_promised_end_is_shown_while_it_streams_and_stop_stops(page: Page, l
     origin = live.backend.origins[-1]
     assert origin is not None
     now = time.time()
-    facts = {"state": "running", "output_tokens": 1, "p50_s": 500.0, "p90_s": 700.0}
+    facts: dict[str, float | str] = {"state": "running", "output_tokens": 1, "p50_s": 500.0, "p90_s": 700.0}
     told = pack_decisions([Decision("received", now, {"prompt_tokens": 7}), Decision("outlook", now, facts)])
     trace_id = f"{origin.response_id}/i-1/ingress"
     live.backend.traces = [RequestTrace(trace_id, "i-1", 0, origin.owner, "ingress", 0, False, 0, told)]

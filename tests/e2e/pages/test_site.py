@@ -26,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "docs", folder / "docs")
     shutil.copy(ROOT / "mkdocs.yml", folder)
-    command = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
+    command = [str(Path(sys.executable).with_name("zensical")), "build", "--strict"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return folder / "build" / "site"
 

@@ -129,12 +129,13 @@ async def test_a_session_is_named_by_a_header_or_in_the_body(
         assert backend.sessions_named[-1] == (session, "", "Tool")
     await client.post(path, json=base, headers={"x-farsight-application": "x" * 500})
     assert backend.sessions_named[-1][2] == "x" * 128
-    for headers, fields, field in [
+    wrong: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({"x-session-id": "x" * 1025}, {}, "x-session-id"),
         ({}, {"nvext": {"session_id": "a\x00b"}}, "nvext.session_id"),
         ({}, {"nvext": {"session_id": 7}}, "nvext.session_id"),
         ({}, {"nvext": "a"}, "nvext"),
-    ]:
+    ]
+    for headers, fields, field in wrong:
         refused = await client.post(path, json={**base, **fields}, headers=headers)
         assert refused.status_code == 400 and field in refused.json()["error"]["message"]
 

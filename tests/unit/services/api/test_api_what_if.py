@@ -108,7 +108,7 @@ async def test_an_operator_is_told_of_the_latest_requests_together(
     assert refused.status_code == 503
     assert "at least one request that has ended" in refused.json()["error"]["message"]
     for params in ({}, {"preset": "best"}, {"replicas": 65}):
-        assert (await http.get("/live/what-if", params=params)).status_code == 400  # type: ignore[arg-type]
+        assert (await http.get("/live/what-if", params=params)).status_code == 400
 
 
 async def test_to_others_the_request_does_not_exist(

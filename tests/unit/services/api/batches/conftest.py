@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -90,7 +91,7 @@ def serve(store: SqliteObjects, encoder: PromptEncoder, tmp_path: Path) -> Serve
         tenants: tuple[str, ...] = (),
         backend: ScriptedBackend | None = None,
         encoder: PromptEncoder = texts,
-        **settings: int,
+        **settings: Any,
     ) -> BatchService:
         clock = WallClock()
         keys = {name: add_key(tmp_path / "keys.json", name) for name in tenants}

@@ -339,7 +339,8 @@ async def test_a_response_of_the_background(serve: Serve) -> None:
         ended = await until_ended(one, begun.id)
     assert (ended.id, ended.status, ended.output_text) == (begun.id, "completed", "Hello!")
     assert ended.background and ended.metadata == {"a": "b"} and ended.previous_response_id == before.id
-    assert service.backend.origins[-1].response_id == begun.id and service.backend.keys[-1] == "one"
+    origin = service.backend.origins[-1]
+    assert origin is not None and origin.response_id == begun.id and service.backend.keys[-1] == "one"
     text = service.backend.texts[-1]
     assert text is not None and "before" in text.instruction and text.user_input == "hi"
     assert await one.responses.cancel(begun.id) == ended, "what has ended stays as it is"
