@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from hashlib import blake2b
 from zlib import crc32
 
@@ -25,23 +26,30 @@ class KeySums:
     """
 
     def __init__(self) -> None:
-        self._parts: dict[int, dict[str, int]] = {}
+        self._attempts: dict[str, int] = {}
+        self._parts: dict[int, dict[str, None]] = {}
         # In the machine's own byte order: between two orders every part differs, which costs time and nothing else.
         self._sums = array("Q", bytes(8 * NUM_PARTS))
 
     def put(self, request_id: str, attempt: int) -> None:
         """Adds an attempt in place of the request's earlier one."""
-        self.discard(request_id)
-        number = part_of(request_id)
-        self._parts.setdefault(number, {})[request_id] = attempt
-        self._sums[number] ^= _hashed(request_id, attempt)
+        earlier = self._attempts.get(request_id)
+        if earlier == attempt:
+            return
+        if earlier is not None:
+            self.discard(request_id)
+        self._attempts[request_id] = attempt
+        number, hashed = _place(request_id, attempt)
+        self._parts.setdefault(number, {})[request_id] = None
+        self._sums[number] ^= hashed
 
     def discard(self, request_id: str) -> None:
         """Removes a request, if it is here."""
-        number = part_of(request_id)
-        attempt = self._parts.get(number, {}).pop(request_id, None)
+        attempt = self._attempts.pop(request_id, None)
         if attempt is not None:
-            self._sums[number] ^= _hashed(request_id, attempt)
+            number, hashed = _place(request_id, attempt)
+            del self._parts[number][request_id]
+            self._sums[number] ^= hashed
 
     def packed(self) -> bytes:
         """Returns the sums of all parts, ``8 * NUM_PARTS`` bytes, for ``differing`` elsewhere."""
@@ -58,13 +66,15 @@ class KeySums:
 
     def keys(self, parts: Iterable[int]) -> Iterator[Key]:
         """Yields the attempts in these parts."""
-        for number in parts:
-            yield from self._parts.get(number, {}).items()
+        return ((name, self._attempts[name]) for number in parts for name in self._parts.get(number, ()))
 
     def all_keys(self) -> Iterator[Key]:
         """Yields all attempts."""
-        return self.keys(self._parts)
+        return iter(self._attempts.items())
 
 
-def _hashed(request_id: str, attempt: int) -> int:
-    return int.from_bytes(blake2b(f"{request_id}/{attempt}".encode(), digest_size=8).digest(), "little")
+@lru_cache(maxsize=1 << 14)
+def _place(request_id: str, attempt: int) -> tuple[int, int]:
+    """Returns the part of an attempt and its summand; four sets or more have each attempt, so results are kept."""
+    digest = blake2b(f"{request_id}/{attempt}".encode(), digest_size=8).digest()
+    return part_of(request_id), int.from_bytes(digest, "little")

@@ -43,7 +43,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptTenant:
     """What a folder has of one tenant, for one identity.
 
     Attributes:
@@ -256,7 +256,7 @@ def _identities(directory: Path) -> Iterator[Path]:
     return (folder for folder in _folders(directory) if _IDENTITY.fullmatch(folder.name))
 
 
-def kept_in(directory: Path) -> list[Kept]:
+def kept_in(directory: Path) -> list[KeptTenant]:
     """Returns what a folder has, by identity and tenant."""
     found = []
     for folder in _identities(directory):
@@ -266,7 +266,7 @@ def kept_in(directory: Path) -> list[Kept]:
         for tenant_folder, tenant in _tenants(folder):
             files = [about for _, about in _files(tenant_folder)]
             num_bytes, used_at = sum(each.st_size for each in files), max((each.st_mtime for each in files), default=0)
-            found.append(Kept(folder.name, tenant, about, len(files), num_bytes, used_at))
+            found.append(KeptTenant(folder.name, tenant, about, len(files), num_bytes, used_at))
     return found
 
 

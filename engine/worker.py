@@ -168,13 +168,13 @@ class Worker:
             self._apply(plan)
         launched, self._launched = self._launched, None
         if launched is not None:
-            rest = self.executor.rest_of(launched)
-            if rest is not None:
+            if (rest := self.executor.rest_of(launched)) is not None:
                 return rest
             self.runner.forget_launched()
         batch = self.executor.next_batch()
-        for copy in () if copier is None else self.executor.take_copies():
-            copier.begin(copy)
+        if copier is not None:
+            for copy in self.executor.take_copies():
+                copier.begin(copy)
         if batch is None:
             self.runner.rest()
         else:

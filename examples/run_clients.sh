@@ -39,6 +39,7 @@ python_example instructor_weather instructor
 python_example pydantic_ai_weather 'pydantic-ai-slim[openai]'
 python_example langchain_tools langchain-openai
 python_example smolagents_tools 'smolagents[openai]'
+python_example agent_folder openai-agents
 python_example litellm_tools litellm mcp
 python_example llama_index_chat llama-index-llms-openai-like
 node_example openai_stream openai

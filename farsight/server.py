@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 from typing import Any, Self, Unpack
 
+from farsight.core.config.load import load_config
 from farsight.core.errors import FarsightError
 from farsight.keywords import ServerSettings
+from farsight.policies.compose import check_scheduler
 from farsight.services.commands.ask import KEY_VARIABLE, ask
-from farsight.services.settings import overrides_of
+from farsight.services.settings import naming, overrides_of
 
 LOOK_S = 0.2
 ANSWER_S = 5.0
@@ -55,7 +57,9 @@ class Server:
     ) -> None:
         given: dict[str, Any] = dict(settings)
         self.api_key = str(given.pop("api_key", "") or "")
-        overrides_of(given)  # refuses a keyword that there is not
+        overrides = overrides_of(given | ({"model": str(model)} if str(model) else {}))
+        with naming(overrides, flags=False):  # at once, by the keyword's name, and not as the log of a failed start
+            check_scheduler(load_config(None if config is None else Path(config), overrides).scheduler)
         host = str(given.get("host", "127.0.0.1"))
         self.port = port or _free_port(host)
         scheme = "https" if given.get("tls_cert") else "http"

@@ -53,7 +53,7 @@ def simulate(preset: str | None = None, *, seed: int = 0, **load: Unpack[Load]) 
     """Runs a workload through a preset and returns its numbers; the same arguments give the same numbers.
 
     Args:
-        preset: ``farsight`` if not given, or the preset of ``config``.
+        preset: ``fcfs`` if not given, or the preset of ``config``.
 
     Raises:
         FarsightError: A setting is wrong; names it.

@@ -220,9 +220,11 @@ class ScheduledRequest(Job):
         queue_s = max(0.0, now - self.arrived_at - ran_s)
         return StartedRequest(self.request_id, self.request.attempt, cached_len, queue_s)
 
-    def end(self, output_len: int, ran_s: float) -> None:
+    def end(self, output_len: int, ran_s: float, now: float) -> None:
         """Books the end on the worker, which may come before any report of progress."""
         self.output_len, self.ran_s = output_len, max(self.ran_s, ran_s)
+        if self.first_token_at is None and output_len:
+            self.first_token_at = now
 
     def decode(self, num_steps: int, duration_s: float, block_size: int) -> None:
         """Books ``num_steps`` decoded tokens before the worker reports them."""

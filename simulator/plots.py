@@ -11,8 +11,7 @@ import numpy as np
 
 from farsight.core.errors import FarsightError
 from farsight.simulator.advice import Advice, Measured
-from farsight.simulator.cluster.records import Record
-from farsight.simulator.cluster.timeline import Timeline
+from farsight.simulator.cluster.records import Record, Timeline
 from farsight.simulator.compare import Interval
 
 SIZE_INCHES = (9.0, 4.5)

@@ -17,8 +17,9 @@ import numpy as np
 
 from farsight.core.errors import InvalidValueError
 from farsight.simulator.cluster.fleet import Fleet, Source
+from farsight.simulator.cluster.memory_below import NOTHING_BELOW, MemoryBelow
 from farsight.simulator.cluster.records import Record
-from farsight.simulator.cluster.tiered import NOTHING_BELOW, MemoryBelow, TieredReplica
+from farsight.simulator.cluster.tiered import TieredReplica
 from farsight.simulator.experiment import Experiment
 from farsight.simulator.run import run_source
 from farsight.simulator.summary import MeanAndPercentiles, distribution
@@ -58,7 +59,7 @@ class ReplaySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
+class ReplayResult:
     """The numbers of one run.
 
     Attributes:
@@ -106,7 +107,7 @@ class ClassResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class ReplayTraffic:
     """What is replayed.
 
     Attributes:
@@ -125,7 +126,7 @@ class Traffic:
     is_closed: bool = False
 
 
-def read_traffic(path: Path, part: int, num_parts: int, scale: float) -> Traffic:
+def read_traffic(path: Path, part: int, num_parts: int, scale: float) -> ReplayTraffic:
     """Reads conversations, or a trace of single requests in any format of ``read_trace``.
 
     Args:
@@ -148,17 +149,17 @@ def read_traffic(path: Path, part: int, num_parts: int, scale: float) -> Traffic
     arrivals = [replace(each, app="request") for each in arrivals]
     ends = sum(each.prompt_len + each.output_len + 2 * BLOCK_SIZE for each in arrivals)
     limit = max(each.max_new_tokens for each in arrivals)
-    return Traffic(lambda _: arrivals, len(arrivals), limit, BLOCK_SIZE, ends)
+    return ReplayTraffic(lambda _: arrivals, len(arrivals), limit, BLOCK_SIZE, ends)
 
 
-def of_conversations(trace: Trace) -> Traffic:
+def of_conversations(trace: Trace) -> ReplayTraffic:
     """Returns the conversations as traffic."""
 
     def begin(every_s: float) -> ClosedLoop:
         return ClosedLoop(trace, (index * every_s for index in range(len(trace.conversations))))
 
     turns = [turn for each in trace.conversations for turn in each.turns]
-    return Traffic(
+    return ReplayTraffic(
         begin,
         num_turns=len(turns),
         max_new_tokens=max(turn.output_len for turn in turns),
@@ -180,10 +181,10 @@ def _every_token(trace: Trace) -> int:
 
 def replay(
     settings: ReplaySettings,
-    traffic: Traffic,
+    traffic: ReplayTraffic,
     names: Sequence[str] = (ONE_TIER, TIERS, ALL_KEPT),
     progress: Callable[[str, int], None] = lambda name, num: None,
-) -> list[RunResult]:
+) -> list[ReplayResult]:
     """Runs the traffic with one tier, with the tiers below it, and with all kept; returns the results of ``names``.
 
     Args:
@@ -202,18 +203,19 @@ def replay(
     return results
 
 
-def _result(name: str, fleet: Fleet) -> RunResult:
+def _result(name: str, fleet: Fleet) -> ReplayResult:
     recorder, sessions = fleet.recorder, fleet.sessions
     assert sessions is not None
     done, usage = recorder.done, list(recorder.usage.values())
     totals = sessions.totals()
-    restored = {"host": sum(each.host_len for each in done), "disk": sum(each.disk_len for each in done)}
+    tiered = [each for each in fleet.replicas if isinstance(each, TieredReplica)]
+    restored = {tier: sum(each.restored_tokens[tier] for each in tiered) for tier in ("host", "disk")}
     cached = sum(each.cached_len for each in done)
     makespan_s = max((each.finished_at for each in done), default=0.0)
     by_kind: dict[str, list[Record]] = {}
     for record in done:
         by_kind.setdefault(record.arrival.app, []).append(record)
-    return RunResult(
+    return ReplayResult(
         name=name,
         turns=len(done),
         sessions=totals.sessions,
@@ -221,13 +223,13 @@ def _result(name: str, fleet: Fleet) -> RunResult:
         new_tokens=totals.new_tokens,
         computed_tokens=sum(each.num_prompt_tokens for each in usage),
         output_tokens=totals.output_tokens,
-        hits={"device": cached - sum(restored.values()), **restored},
+        hits={"device": max(0, cached - sum(restored.values())), **restored},
         turn_s=distribution([each.jct_s for each in done]),
         turn_percentiles_s=_percentiles([each.jct_s for each in done]),
         first_token_s=distribution([each.ttft_s for each in done]),
         program_s=distribution([row.counts.in_model_s for row in sessions.rows()]),
         by_class={kind: _class(records) for kind, records in sorted(by_kind.items())},
-        written_bytes=sum(each.written_bytes for each in fleet.replicas if isinstance(each, TieredReplica)),
+        written_bytes=sum(each.written_bytes for each in tiered),
         num_refused=len(fleet.refused),
         makespan_s=makespan_s,
         busy_share=sum(each.busy_s for each in usage) / makespan_s / len(usage) if makespan_s else 0.0,
@@ -246,7 +248,7 @@ def _class(records: Sequence[Record]) -> ClassResult:
     return ClassResult(len(records), turn_s, distribution([each.ttft_s for each in records]))
 
 
-def to_dict(settings: ReplaySettings, traffic: Traffic, results: Iterable[RunResult]) -> dict[str, Any]:
+def to_dict(settings: ReplaySettings, traffic: ReplayTraffic, results: Iterable[ReplayResult]) -> dict[str, Any]:
     """Returns what ``--json`` prints: the settings, each run, and the ratios that matter."""
     runs = {each.name: each for each in results}
     return {
@@ -257,7 +259,7 @@ def to_dict(settings: ReplaySettings, traffic: Traffic, results: Iterable[RunRes
     }
 
 
-def ratios(runs: dict[str, RunResult]) -> dict[str, float | None]:
+def ratios(runs: dict[str, ReplayResult]) -> dict[str, float | None]:
     """Returns the tiers' prefill over new tokens, and their times over those of one tier and of the bound."""
     one, tiers, kept = runs[ONE_TIER], runs[TIERS], runs[ALL_KEPT]
     return {

@@ -23,10 +23,9 @@ from farsight.policies.order.offload_orders import OffloadDecider
 from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.policies.settings import PolicySettings
 from farsight.simulator.cluster.fleet import Fleet, FleetShape, Source
-from farsight.simulator.cluster.records import Record, Recorder
+from farsight.simulator.cluster.memory_below import NOTHING_BELOW, MemoryBelow
+from farsight.simulator.cluster.records import Record, Recorder, Timeline
 from farsight.simulator.cluster.replica import ReplicaShape
-from farsight.simulator.cluster.tiered import NOTHING_BELOW, MemoryBelow
-from farsight.simulator.cluster.timeline import Timeline
 from farsight.simulator.experiment import Experiment, num_states
 from farsight.simulator.summary import Summary, summarize
 from farsight.simulator.traffic.workload import SimRequest, Workload

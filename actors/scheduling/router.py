@@ -189,6 +189,7 @@ class FleetShell(Component, RouterCalls):
         ingress = self._hear(announced.ingress_id)
         event = IngressAnnounced(announced.ingress_id, announced.sums, announced.listed, announced.open)
         answers = await self._handle(event)
+        self._sessions.announced(announced.ingress_id, {each.request_id for each in announced.open}, time.monotonic())
         late, ingress.late_refusals = ingress.late_refusals, []
         lost = tuple(answers.lost.get(announced.ingress_id, ()))
         refusals = (*answers.refusals, *late)

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from farsight.engine import cuda
 from farsight.engine.attention import choice
 from farsight.engine.attention.triton_attention import TritonAttention
+from farsight.engine.checkpoint.families.record import LayerShape
 from farsight.engine.devices import model_device
 from farsight.engine.models import model
 from farsight.engine.models.fused_layers import FusedLayers
@@ -51,6 +52,15 @@ class PoolShape:
     num_key_value_heads: int
     num_hidden_layers: int = 1
     kv_rows: int = 2
+    state_size: int = 0
+
+    @property
+    def kv_layers(self) -> range:
+        return range(self.num_hidden_layers)
+
+    def shape(self, layer: int) -> LayerShape:
+        """As ``DecoderConfig.shape``."""
+        return LayerShape(self.head_dim, self.num_key_value_heads, 0)
 
 
 class _Hopper:

@@ -43,8 +43,8 @@ STREAMED = 0.5
 
 FOLDS = 5
 
-LONGEST = 4096
-"""``max_tokens`` of the requests of a trace, which does not tell it."""
+LONGEST, LONGEST_PROMPT = 1024, 4096
+"""``max_tokens`` of the requests of a trace, which does not tell it; and the longest prompt that is not left out."""
 
 SEEN, TRACED = 4000, 2000
 """Requests of a trace that have ended, and those after them that are drawn from."""
@@ -87,6 +87,7 @@ def _traced(path: Path) -> list[Chat]:
     return [
         Chat("", each.question.prompt_len, max(1, min(each.output_len, LONGEST)), LONGEST, forecast)
         for each, forecast in zip(seen[SEEN:], made, strict=True)
+        if each.question.prompt_len <= LONGEST_PROMPT
     ]
 
 

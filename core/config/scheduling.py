@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from farsight.core.config.engine import EXECUTIONS
 from farsight.core.errors import require
 
-DEFAULT_PRESET = "farsight"
+DEFAULT_PRESET = "fcfs"
 """What a server does that is told nothing."""
 
 MLFQ_KINDS = ("skip-join", "no-preemption", "preemption")

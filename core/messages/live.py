@@ -113,7 +113,7 @@ class ReplicaLive:
         ended: The last ended requests, newest first.
         forecasts: Accuracy of forecasts since the Scheduler began.
         prompt_tokens: Prompt tokens computed or found cached since then; tokens computed again do not count.
-        gpu_s: GPU-seconds of its requests since the worker began.
+        gpu_s: GPU-seconds of its requests since then.
     """
 
     replica: str

@@ -112,7 +112,7 @@ class Instant:
         moved_bytes: KV copied between device and host since the workers began.
         forecasts: By replica, since its Scheduler began.
         prompt_tokens: The same: prompt tokens computed or found cached.
-        gpu_s: The same, since its worker began: GPU-seconds of requests.
+        gpu_s: The same: GPU-seconds of requests.
         tenants: Sums over all ingress replicas.
     """
 

@@ -107,7 +107,7 @@ class TorchAttention:
         if held is None or len(held[0]) < num_blocks * block or held[0].dtype != pool.dtype:
             # doubling: lengths grow
             size = max(num_blocks * block, 2 * len(held[0]) if held and self._bound is None else 0)
-            keys, values = torch.empty(2, size, dtype=pool.dtype, device=pool.device).unbind(0)
+            keys, values = (torch.empty(size, dtype=pool.dtype, device=pool.device) for _ in range(2))
             held = self._buffers = keys, values
         return held
 

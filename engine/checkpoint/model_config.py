@@ -265,12 +265,13 @@ def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
         raise InvalidValueError("model", name_or_path, expected)
     patterns = [pattern for pattern in MODEL_FILES if weights or "safetensors" not in pattern]
     import huggingface_hub  # only here: most starts are from a directory, and the import costs time
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns))
     except (OSError, ValueError, RuntimeError) as error:  # no network, unknown or gated, malformed id
         reason = str(error).strip().split("\n")[0]
-        if isinstance(error, huggingface_hub.errors.LocalEntryNotFoundError):
+        if isinstance(error, LocalEntryNotFoundError):
             reason = "the hub does not answer, and its cache here has no such model"
         expected = f"a model directory, a GGUF file, a name that `farsight models` lists or a hub id ({reason})"
         raise InvalidValueError("model", name_or_path, expected) from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from farsight.core.decisions import Facts
@@ -33,6 +33,9 @@ OTHERS = "(others)"
 
 KEPT_ENDS = 4
 """Latest prompts of a session that a turn may continue: clients retry, and go back a turn."""
+
+LATE_S = 10.0
+"""Seconds that an announcement may take at most from what it tells to where it is heard."""
 
 SHOWN_CHARS = 128
 """Most characters of a name that are kept to be shown; the whole name still tells sessions apart."""
@@ -58,10 +61,14 @@ class _Session:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
+    """A request that has not ended; ``is_turn`` is False for further choices of an answer, whose prompt counts once."""
+
     key: tuple[str, str]
     ingress_id: str
+    began_at: float
     prompt_len: int
     new_len: int
+    is_turn: bool
 
 
 class SessionTable:
@@ -95,19 +102,21 @@ class SessionTable:
         session = self._sessions.get(key)
         if session is None:
             session = self._new(key, request, now)
+        origin = request.origin
+        is_turn = origin is None or origin.response_id not in session.answers
         is_back = not session.num_open and session.row.counts.turns > 0
         for counts in self._counted(session):
-            counts.turns += 1
+            counts.turns += is_turn
             counts.away_s += max(0.0, now - session.row.last_at) if is_back else 0.0
         if not session.num_open:
             session.busy_since = now
         self._touch(key, session, 1, now)
         if hashes:
             self._end_at(key, session, hashes)
-        if request.origin is not None:
-            self._answer_of(key, session, request.origin.response_id)
+        if origin is not None:
+            self._answer_of(key, session, origin.response_id)
         new_len = max(1, request.prompt_len - known_len)
-        self._open[request.request_id] = _Open(key, request.ingress_id, request.prompt_len, new_len)
+        self._open[request.request_id] = _Open(key, request.ingress_id, now, request.prompt_len, new_len, is_turn)
         self._shrink()
 
     def ended(self, finished: FinishedSequence, now: float) -> None:
@@ -120,10 +129,12 @@ class SessionTable:
             return
         session = self._sessions[turn.key]
         for counts in self._counted(session):
-            counts.answers += 1
-            counts.prompt_tokens += turn.prompt_len
-            counts.new_tokens += turn.new_len
-            counts.computed_tokens += turn.prompt_len - finished.cached_len
+            if turn.is_turn:
+                counts.answers += 1
+                counts.prompt_tokens += turn.prompt_len
+                counts.new_tokens += turn.new_len
+                counts.computed_tokens += turn.prompt_len - finished.cached_len
+                counts.restored_tokens += 0 if finished.brought is None else finished.brought.num_tokens
             counts.output_tokens += finished.output_len
             counts.gpu_s += finished.gpu_s
         self._touch(turn.key, session, -1, now)
@@ -134,6 +145,18 @@ class SessionTable:
             turn = self._open.pop(request_id, None)
             if turn is not None:
                 self._touch(turn.key, self._sessions[turn.key], -1, now)
+
+    def announced(self, ingress_id: str, request_ids: Collection[str], now: float) -> None:
+        """Books that all requests of an ingress replica but these have ended, whatever ended them.
+
+        A request that began within ``LATE_S`` may be newer than what the replica has announced.
+        """
+        gone = [
+            each
+            for each, turn in self._open.items()
+            if turn.ingress_id == ingress_id and turn.began_at < now - LATE_S and each not in request_ids
+        ]
+        self.left(gone, now)
 
     def lose(self, ingress_id: str, now: float) -> None:
         """Books that an ingress replica has died, and its clients with it."""

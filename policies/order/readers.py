@@ -12,6 +12,8 @@ with ``stream: false``, wants the end. So jobs go in this order:
 5. streams of the first kind beyond their share,
 6. streams ahead of their readers by more than coming back takes: they give way, and lose nothing that is seen.
 
+Where KV is short, what has KV goes first and what has lost it second, each by arrival: giving way would cost KV.
+
 The share of streams is their share of all jobs here. So where all cannot be read at once, readers get about as much of
 the replica as order of arrival would give them, and who waits for an end gets the rest, one after the other.
 
@@ -32,7 +34,7 @@ from farsight.core.decisions import Facts
 from farsight.core.errors import InvalidValueError
 from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
 from farsight.policies.lengths.accuracy import PairAccuracy
-from farsight.policies.order.boosted import DEVIATIONS, MAX_BOOST_S, SHARE_OF_KV, SPREAD, Boosted, boosts
+from farsight.policies.order.boosted import MAX_BOOST_S, SHARE_OF_KV, SPREAD, Boosted, boosts
 from farsight.policies.order.gittins import DecodePrice, FloatArray
 from farsight.policies.order.shadow import NO_ENDS, GuardTally, ShadowFcfs
 from farsight.policies.settings import PRIOR_CAPACITY
@@ -49,6 +51,10 @@ STEPS_AHEAD = 3
 TAIL = 0.5
 """Part of ``[scheduler] tail``: no boost touches streams, which keep the tail of all ends, so others may go by size."""
 
+FIRST_DEVIATIONS = 1.0
+"""Yardstick of the boosts of first tokens, in standard deviations of the prompt work that waits; with more, long new
+prompts wait for many turns."""
+
 LEAST_ACCURACY = 0.6
 """Share of ended pairs that must have been predicted in their order; a coin has 0.5."""
 
@@ -58,7 +64,7 @@ USUAL_LEN = 256.0
 FORGETTING = 0.02
 """Weight of the latest output in their mean."""
 
-_DUE, _FIRST, _GUARDED, _BEGUN, _BACK, _NEW, _OVER, _AHEAD = range(8)
+_HELD, _LOST, _DUE, _FIRST, _GUARDED, _BEGUN, _BACK, _NEW, _OVER, _AHEAD = range(10)
 
 
 class ReadersFirst(Boosted):
@@ -193,7 +199,11 @@ class ReadersFirst(Boosted):
         kinds[first] = _FIRST
         keys[first] = self._first_at(first)
         streams = np.flatnonzero(is_read & has_begun)
-        if len(streams):
+        if not self._has_room():  # who stands still for others would lose KV, which takes longer to come back
+            held = resident | has_begun
+            kinds[held] = np.where(resident[held], _HELD, _LOST)
+            keys[held] = arrived_at[held]
+        elif len(streams):
             ahead = self._look_ahead(streams, now)
             kinds[streams] = np.where(ahead, _AHEAD, _DUE)
             keys[streams] = self._column("read_by")[streams]
@@ -213,7 +223,7 @@ class ReadersFirst(Boosted):
         if not len(rows) or not work_s.any():
             arrived_at: FloatArray = self._column("arrived_at")[rows]
             return arrived_at
-        yardstick_s = DEVIATIONS * float(work_s.sum()) / math.sqrt(len(rows)) / self._tail
+        yardstick_s = FIRST_DEVIATIONS * float(work_s.sum()) / math.sqrt(len(rows))
         yardstick_s = min(yardstick_s, self._max_boost_s / SPREAD)
         boosted: FloatArray = self._column("arrived_at")[rows] - boosts(work_s, yardstick_s, self._max_boost_s)
         return boosted
@@ -237,14 +247,15 @@ class ReadersFirst(Boosted):
         context_len = int(self._column("context")[streams].sum())
         back_s = max(RESUMES_S, STEPS_AHEAD * self._price.step.step_s(0, len(streams), context_len))
         ahead = (ahead & (left_s >= back_s)) | (left_s >= PAUSES_S / RESUMES_S * back_s)
-        if not self._has_room():
-            ahead[:] = False  # who stands still would lose KV, which takes longer to come back
         self._column("ahead")[streams] = ahead
         return ahead
 
     def _has_room(self) -> bool:
-        begun = self._column("generated") > 0
-        return bool(self._column("context")[begun].sum() <= SHARE_OF_KV * self._price.capacity)
+        """Returns whether KV lasts for all that have begun, and for as many others beside them as there are places."""
+        begun, context = self._column("generated") > 0, self._column("context")
+        held, new = float(context[begun].sum()), context[~begun]
+        coming = float(new.mean()) * min(len(new), self._num_rows) if len(new) else 0.0
+        return held <= SHARE_OF_KV * self._price.capacity and held + coming <= self._price.capacity
 
     def _is_guarded(self, now: float) -> NDArray[np.bool_]:
         """Returns which jobs would end behind their guards if they began later than now."""

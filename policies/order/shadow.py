@@ -5,6 +5,9 @@ finds, and its own stay, say when order of arrival would have ended it. A high q
 request's arrival, is its guard (Nudge: Grosof, Yang, Scully and Harchol-Balter, SIGMETRICS 2021, and its guarded
 variants: an order must not make the tail of arrival order longer). Lengths are unknown ahead, so that this is a guard
 and no promise; each end behind its guard is counted.
+
+The shadow serves one after the other. Order of arrival on many places shares the replica: its short requests end
+earlier than in the shadow, its long ones later, so the seconds beside the shadow are not those beside such a server.
 """
 
 from __future__ import annotations

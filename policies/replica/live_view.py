@@ -118,8 +118,8 @@ class SchedulerWatch:
             requests=tuple(self._rows(now, max_rows)),
             ended=tuple(replace(each, ago_s=now - at) for at, each in self._ended) if max_rows else (),
             forecasts=self._forecasts,
-            prompt_tokens=machine.num_prompt_tokens,
-            gpu_s=machine.gpu_s,
+            prompt_tokens=machine.spent[0],
+            gpu_s=machine.spent[1],
         )
 
     def _curve(self, admitted: list[ScheduledRequest]) -> tuple[MemoryPoint, ...]:

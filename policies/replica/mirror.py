@@ -82,14 +82,15 @@ class WorkerMirror:
         self._preempted_in = 0  # plan that carries the latest preemption: older pressure is already answered
         self._services: dict[str, float] = {}  # the worker's sums by tenant, as last told
         self.num_prompt_tokens = 0
+        self.gpu_s = 0.0
 
     @property
     def num_waiting(self) -> int:
         return len(self.requests) - len(self.admitted)
 
-    def end(self, scheduled: ScheduledRequest, finished: FinishedSequence) -> None:
+    def end(self, scheduled: ScheduledRequest, finished: FinishedSequence, now: float) -> None:
         """Books the end of a sequence on the worker, perhaps before any report of its progress."""
-        scheduled.end(finished.output_len, finished.ran_s)
+        scheduled.end(finished.output_len, finished.ran_s, now)
         if finished.status in _WHOLE:
             self.prefilled(scheduled, scheduled.prompt_len)
 
@@ -206,18 +207,16 @@ class WorkerMirror:
             if more_s > 0:
                 self._services[each.tenant] = each.gpu_s
                 grown.append((each.tenant, more_s))
+                self.gpu_s += more_s
         return grown
 
-    @property
-    def gpu_s(self) -> float:
-        """GPU-seconds of all tenants, as last reported."""
-        return sum(self._services.values())
-
-    def apply_progress(self, scheduled: ScheduledRequest, progress: SlotProgress) -> float:
+    def apply_progress(self, scheduled: ScheduledRequest, progress: SlotProgress, now: float) -> float:
         """Takes over what a report says of one request; returns the seconds that it ran since the report before."""
         assert self.worker is not None
         believed_len = scheduled.cached_len
         ran_s = scheduled.update(progress, self.worker.block_size)
+        if scheduled.first_token_at is None and progress.output_len:
+            scheduled.first_token_at = now
         self.prefilled(scheduled, progress.computed_len)
         if scheduled.num_blocks or scheduled.cached_len != believed_len:
             self._hits.reported(scheduled)

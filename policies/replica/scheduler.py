@@ -122,13 +122,8 @@ class ReplicaScheduler:
         return len(self._mirror.admitted)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self._mirror.num_prompt_tokens
-
-    @property
-    def gpu_s(self) -> float:
-        """GPU-seconds of all requests since the worker began."""
-        return self._mirror.gpu_s
+    def spent(self) -> tuple[int, float]:  # prompt tokens computed or found cached, and GPU-seconds, so far
+        return self._mirror.num_prompt_tokens, self._mirror.gpu_s
 
     @property
     def num_running(self) -> int:
@@ -389,9 +384,7 @@ class ReplicaScheduler:
                 continue
             if progress.ran_s > 0 and not scheduled.started:
                 yield RequestStarted(scheduled.first_run(progress.cached_len, progress.ran_s, now))
-            ran_s = mirror.apply_progress(scheduled, progress)
-            if scheduled.first_token_at is None and progress.output_len:
-                scheduled.first_token_at = now
+            ran_s = mirror.apply_progress(scheduled, progress, now)
             if ran_s > 0:
                 scheduled.last_ran_at = now
                 self.order.ran(scheduled, ran_s, now)
@@ -438,7 +431,7 @@ class ReplicaScheduler:
         if finished.ran_s > 0 and not scheduled.started:
             yield RequestStarted(scheduled.first_run(finished.cached_len, finished.ran_s, now))
         self._let_go(finished.request_id)
-        self._mirror.end(scheduled, finished)
+        self._mirror.end(scheduled, finished, now)
         yield EndReached(scheduled, finished.status, finished.brought)
         censored = finished.status is not SequenceStatus.FINISHED_STOPPED
         if not scheduled.request.prefill_only:  # its length is no sample of output lengths
@@ -447,8 +440,6 @@ class ReplicaScheduler:
             self._promises.ended(scheduled, now, censored=censored)
         else:
             self._promises.left(finished.request_id)
-        if scheduled.first_token_at is None and finished.output_len:
-            scheduled.first_token_at = now
         yield RequestEnded(finished, scheduled.arrived_at, now, scheduled.shown_forecast, scheduled.first_token_at)
 
     # -- Decide: whose turn it is

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from farsight.services.bench.client import count_prompt
 from farsight.services.bench.datasets import chat_requests, prefix_requests, text_requests, trace_requests
-from farsight.services.bench.load import Load, Turns, run_async
+from farsight.services.bench.load import Conversations, Load, run_async
 from farsight.services.bench.options import BenchOptions, body_form
 from farsight.services.bench.requests import BenchRequest, PromptPart, clipped
 from farsight.services.bench.targets import BenchTarget, make_call
@@ -98,7 +98,7 @@ def _chat_cases(options: BenchOptions, path: Path) -> list[Case]:
 
 def _conversations(options: BenchOptions, num_talks: int) -> Case:
     requests, gaps_s = make_conversations(num_talks, options.max_prompt_tokens or TALK_TOKENS, options.seed)
-    return Case(f"{num_talks} conversations of {TURNS} turns", requests, Turns(TURNS, tuple(gaps_s)))
+    return Case(f"{num_talks} conversations of {TURNS} turns", requests, Conversations(TURNS, tuple(gaps_s)))
 
 
 def _sources(options: BenchOptions) -> list[tuple[str, list[BenchRequest]]]:

@@ -14,7 +14,7 @@ from farsight.core.errors import ConfigError
 from farsight.services.bench.answers import Sla
 from farsight.services.bench.cases import Case, fit_cases, make_cases
 from farsight.services.bench.client import find_model
-from farsight.services.bench.load import Connection, RunResult, Turns, measure, run_async
+from farsight.services.bench.load import Connection, Conversations, RunResult, measure, run_async
 from farsight.services.bench.options import BenchOptions, body_form, check_options, read_sla
 from farsight.services.bench.report import case_table, provenance, write_json
 from farsight.services.bench.statistics import (
@@ -70,7 +70,7 @@ class Bench:
                 runs[target.label].append(self._measure(target, case, number, salt))
         record = self._record(case, runs)
         self._say(f"\n{case_table(record)}")
-        if isinstance(case.load, Turns):
+        if isinstance(case.load, Conversations):
             self._tell_computed(runs, case.load.each)
         self._tell_errors(record)
         if self._options.plots is not None:
@@ -111,7 +111,7 @@ class Bench:
     def _warm_up(self, target: BenchTarget, case: Case) -> None:
         """Sends a few short requests that are not counted; a request that fails here fails again in the run."""
         connection, salt = self._connection(case), self._next_salt()
-        num = min(self._options.warm_up, 1) if isinstance(case.load, Turns) else self._options.warm_up
+        num = min(self._options.warm_up, 1) if isinstance(case.load, Conversations) else self._options.warm_up
         chosen = case.requests[:num]
         calls = [make_call(request, target.model, connection.form, salt, WARM_UP_TOKENS) for request in chosen]
         if calls:

@@ -109,7 +109,7 @@ class RunResult:
     usage: CpuUsage
 
 
-class Turns(NamedTuple):
+class Conversations(NamedTuple):
     """A load of conversations, all at once: each sends its next call a while after its last answer.
 
     Attributes:
@@ -121,7 +121,7 @@ class Turns(NamedTuple):
     gaps_s: tuple[float, ...]
 
 
-Load = int | Turns | Sequence[float]
+Load = int | Conversations | Sequence[float]
 """The number of calls in flight, conversations, or the due time of each call in seconds from the beginning."""
 
 
@@ -152,7 +152,7 @@ async def _measure(target: BenchTarget, calls: Sequence[Call], connection: Conne
         began_at = time.perf_counter()
         if isinstance(load, int):
             answers = await _closed_loop(client, calls, load)
-        elif isinstance(load, Turns):
+        elif isinstance(load, Conversations):
             answers = await _converse(client, calls, load)
         else:
             answers = await _open_loop(client, calls, load, began_at)
@@ -183,7 +183,7 @@ async def _closed_loop(client: Client, calls: Sequence[Call], concurrency: int) 
     return answers
 
 
-async def _converse(client: Client, calls: Sequence[Call], turns: Turns) -> list[Answer]:
+async def _converse(client: Client, calls: Sequence[Call], turns: Conversations) -> list[Answer]:
     """Runs all conversations side by side."""
 
     async def talk(first: int) -> list[Answer]:

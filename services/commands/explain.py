@@ -115,7 +115,7 @@ def explain(
         str, typer.Option(help="With --if: simulate here from this log, as in `log.path`, with the options below.")
     ] = "",
     preset: Annotated[
-        str | None, typer.Option(help="With --log: the preset that served it (default: farsight, or the server's).")
+        str | None, typer.Option(help="With --log: the preset that served it (default: fcfs, or the server's).")
     ] = None,
     replicas: ReplicasOption = None,
     profile: ProfileOption = None,

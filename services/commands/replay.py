@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
     from farsight.services.commands.logged_traffic import Traffic
     from farsight.simulator.experiment import Experiment
-    from farsight.simulator.replay import ReplaySettings
-    from farsight.simulator.replay import Traffic as ReplayTraffic
+    from farsight.simulator.replay import ReplaySettings, ReplayTraffic
 
 HOST_POOLS = 2
 """The host pool's usual size, in pools of the device."""
@@ -98,12 +97,20 @@ def replay(
             raise ConfigError("LOG", log or "none", "a log, or --trace FILE, and not both")
         counts = {"--replicas": replicas, "--tensor-parallel": tensor_parallel}
         check_counts(counts | {"--kv-tokens": kv_tokens, "--max-num-seqs": max_num_seqs})
+        if every is not None and not 0 <= every < math.inf:
+            raise ConfigError("--every", every, "seconds >= 0")
+        if not 0 < scale < math.inf:
+            raise ConfigError("--scale", scale, "a number above 0")
+        if host_kv_tokens is not None and host_kv_tokens < 0:
+            raise ConfigError("--host-kv-tokens", host_kv_tokens, "an integer >= 0")
         if trace is not None:
             steps = {"--gpu": gpu, "--model": model, "--tensor-parallel": tensor_parallel, "--profile": profile}
             for flag, value in steps.items():
                 if value is not None:
                     raise ConfigError(flag, str(value), "none beside --trace: --prices says what steps take")
             experiment = experiment_of(config, replicas, max_num_seqs)
+            if config is None:  # as a server steps on such a device
+                experiment = dataclasses.replace(experiment, max_batch_tokens=1024 if prices == "cpu" else 8192)
             given = _Given(trace, prices, every, part, scale, kv_tokens, host_kv_tokens, disk_kv_bytes)
             _replay_trace(given, experiment, preset or (), html, as_json)
             return
@@ -172,7 +179,14 @@ def _replay_trace(
         raise ConfigError("--every", given.every_s, "none for single requests, which come when the trace says")
     settings = _settings(given, experiment.under(names[0]))
     with progress_bar("turns of three runs", 3 * traffic.num_turns, as_json=as_json) as progress:
-        results = replay(settings, traffic, progress=progress)
+        ended: dict[str, int] = {}
+
+        def told(run: str, num_turns: int) -> None:
+            ended[run] = num_turns
+            if progress is not None:
+                progress(sum(ended.values()))
+
+        results = replay(settings, traffic, progress=told)
     report = to_dict(settings, traffic, results)
     if page is not None:
         page.write_text(report_page(report, _title(settings, traffic, given)), "utf-8")
@@ -188,7 +202,7 @@ def _replay_trace(
 def _settings(given: _Given, experiment: Experiment) -> ReplaySettings:
     from farsight.estimator.profile_file import DEVICE_PROFILES, find_device_profile
     from farsight.simulator.cluster.latency import LinearLatency
-    from farsight.simulator.cluster.tiered import MemoryBelow
+    from farsight.simulator.cluster.memory_below import MemoryBelow
     from farsight.simulator.replay import ReplaySettings
 
     try:
@@ -219,8 +233,8 @@ def _title(settings: ReplaySettings, traffic: ReplayTraffic, given: _Given) -> s
     load = f", a new conversation every {settings.every_s:g} s" if traffic.is_closed else ""
     return (
         f"{given.trace.name}, part {given.part}: {counted(traffic.num_turns, 'turn')}{load}; {experiment.preset}, "
-        f"prices {given.prices}; {experiment.kv_tokens:,} tokens of KV on the device, {below.host_tokens:,} on the host, "
-        f"{below.disk_tokens:,} on disk"
+        f"prices {given.prices}; {experiment.kv_tokens:,} tokens of KV on the device, "
+        f"{below.host_tokens:,} on the host, {below.disk_tokens:,} on disk"
     )
 
 

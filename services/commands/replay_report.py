@@ -20,7 +20,8 @@ _STYLE = """
 :root { color-scheme: light dark; --page: #f4f5f7; --surface: #fff; --line: #dfe2e7; --text: #1b1f26; --muted: #5b6472;
   --device: #2f62c9; --host: #1f8a62; --disk: #8a4fbf; --new: #b0892a; --again: #b8336a; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171c; --surface: #1d2128; --line: #323843;
-  --text: #e7eaef; --muted: #9aa4b2; --device: #7ea2ec; --host: #63c79d; --disk: #bd93e8; --new: #dcc06a; --again: #ec86b0; } }
+  --text: #e7eaef; --muted: #9aa4b2;
+  --device: #7ea2ec; --host: #63c79d; --disk: #bd93e8; --new: #dcc06a; --again: #ec86b0; } }
 * { box-sizing: border-box; }
 body { margin: 0; padding: 20px 24px; background: var(--page); color: var(--text);
   font: 14px/1.45 system-ui, sans-serif; font-variant-numeric: tabular-nums; }

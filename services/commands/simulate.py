@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,7 +93,7 @@ _WITH_CONFIG = ("config", "out", "plot", "as_json")
 
 def simulate(
     context: typer.Context,
-    preset: Annotated[str | None, typer.Option(help="Scheduling preset (default: farsight, or the server's).")] = None,
+    preset: Annotated[str | None, typer.Option(help="Scheduling preset (default: fcfs, or the server's).")] = None,
     trace: TraceOption = "sharegpt-like",
     requests: RequestsOption = None,
     rate: RateOption = None,
@@ -310,12 +311,12 @@ def _scaled(experiment: Experiment, config: Path | None, max_replicas: int | Non
     bounds = ModelConfig() if config is None else load_config(config, {}).model
     least = experiment.num_replicas if max_replicas is not None else bounds.min_replicas
     most = bounds.max_replicas if max_replicas is None else max_replicas
+    if not 0 <= start_s < math.inf:
+        raise ConfigError("--replica-start-s", start_s, "seconds >= 0")
     if not most:
         return experiment
     if most < experiment.num_replicas:
         raise ConfigError("--max-replicas", most, f"at least --replicas, {experiment.num_replicas}")
-    if not start_s >= 0:
-        raise ConfigError("--replica-start-s", start_s, "seconds >= 0")
     places = max_running(experiment.preset, experiment.max_num_seqs, experiment.batch.batch_size)
     delays = bounds.target_queue_delay_s, bounds.scale_down_after_s
     return replace(experiment, scaling=Scaling(least, most, *delays, places, start_s))
@@ -374,7 +375,7 @@ def say_if_pictures_cost_nothing(arrivals: Workload, latency: LatencyModel) -> N
 
 
 def _simulate(experiment: Experiment, out: Path | None, plot: Path | None, as_json: bool) -> None:
-    from farsight.simulator.cluster.timeline import Timeline
+    from farsight.simulator.cluster.records import Timeline
     from farsight.simulator.experiment import make_arrivals
     from farsight.simulator.plots import write_plots
     from farsight.simulator.results import config_of, to_json, write_results

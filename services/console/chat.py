@@ -47,7 +47,7 @@ MaxTokensOption = Annotated[
 TemperatureOption = Annotated[
     float | None, typer.Option(min=0, max=2, help="0 always takes the likeliest token; default: 1.")
 ]
-PresetOption = Annotated[str | None, typer.Option(help="In this process: the scheduling preset; default: farsight.")]
+PresetOption = Annotated[str | None, typer.Option(help="In this process: the scheduling preset; default: fcfs.")]
 WeightsOption = Annotated[str | None, typer.Option(help="In this process: full, float, int8 or int4.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=0, help="In this process: compute threads; 0: by the machine.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="In this process: a farsight.toml.")]

@@ -28,7 +28,7 @@ farsight serve   (the embedded model)
 
 farsight serve smollm2 --port 9000
 
-farsight serve ./model.gguf --weights int4 --preset fcfs
+farsight serve ./model.gguf --weights int4 --preset farsight
 
 FARSIGHT_API_KEY=secret farsight serve OWNER/NAME --host 0.0.0.0
 
@@ -164,7 +164,7 @@ def serve(
         ),
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="Scheduling preset; default: farsight.", rich_help_panel=_SCHEDULING)
+        str | None, typer.Option(help="Scheduling preset; default: fcfs.", rich_help_panel=_SCHEDULING)
     ] = None,
     execution: Annotated[
         str | None,

@@ -38,10 +38,9 @@ from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.simulator.cluster.encoder import SimulatedEncoder
 from farsight.simulator.cluster.latency import LatencyModel
 from farsight.simulator.cluster.pipelined import PipelinedReplica
-from farsight.simulator.cluster.records import Record, Recorder
+from farsight.simulator.cluster.records import Record, Recorder, Timeline
 from farsight.simulator.cluster.replica import Replica, ReplicaShape
 from farsight.simulator.cluster.tiered import TieredReplica
-from farsight.simulator.cluster.timeline import Timeline
 from farsight.simulator.traffic.workload import SimRequest, as_request, shared_blocks
 
 Owner = TypeVar("Owner", bound=Hashable)

@@ -176,7 +176,9 @@ MODELS = {
         ModelShape("mixtral-8x7b", 32, 4096, 46.7e9, kv_share=0.25, expert_params=45.1e9, expert_share=2 / 8),
         ModelShape("gpt-3-175b", 96, 12288, 175e9),
         # 24 of 32 layers have 32 matrices of 128 x 128 in float32, and three rows of 8,192 values before them
-        ModelShape("qwen3.5-9b", 32, 4096, 9e9, kv_share=0.25, attention_layers=8, state_bytes=24 * 4 * (2**19 + 3 * 2**13)),
+        ModelShape(
+            "qwen3.5-9b", 32, 4096, 9e9, kv_share=0.25, attention_layers=8, state_bytes=24 * 4 * (2**19 + 3 * 2**13)
+        ),
     )
 }
 

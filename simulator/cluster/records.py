@@ -1,14 +1,23 @@
-"""Records of each request and of all replicas together."""
+"""Records of each request and of all replicas together, and samples of their state over time."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
+from farsight.core.errors import InvalidValueError
 from farsight.core.messages.requests import Promise
 from farsight.simulator.traffic.workload import SimRequest
+
+if TYPE_CHECKING:
+    from farsight.simulator.cluster.replica import Replica
 
 _BINS_PER_E = 100
 """Bins of the histogram of inter-token latencies for each factor of e: each is 1 % wide."""
@@ -23,7 +32,6 @@ class Record:
         late_s: Seconds that its reader has waited for tokens, from the first one on; 0 where no one reads.
         num_evictions: Number of times its KV was dropped.
         num_swaps: Number of times its KV was moved to the host.
-        host_len, disk_len: Prompt tokens of ``cached_len`` that were brought back from these tiers.
         promise: As told on arrival at its replica; None where none was made.
     """
 
@@ -38,8 +46,6 @@ class Record:
     num_evictions: int = 0
     num_swaps: int = 0
     cached_len: int = 0
-    host_len: int = 0
-    disk_len: int = 0
     promise: Promise | None = None
 
     @classmethod
@@ -131,3 +137,71 @@ class Recorder:
 @functools.lru_cache(maxsize=64)  # sequences of one run have the same gaps
 def _bin(gap_s: float) -> int:
     return round(math.log(max(gap_s, 1e-9)) * _BINS_PER_E)
+
+
+SERIES = ("waiting", "running", "offloaded", "used_tokens", "predicted_tokens")
+"""The samples of each replica: number of requests that wait (or are paused with KV on the device), that execute, and
+whose KV is on the host; KV tokens in use; its admission's latest predicted peak (NaN if it predicts none)."""
+
+
+class Timeline:
+    """Samples of all replicas at 0, ``interval_s``, 2 ``interval_s`` ...
+
+    When it is full it drops every other sample and doubles the interval. So it covers a run of any length, and after
+    the first time it holds at least half of ``max_samples``. Sampling does not change the replicas.
+
+    Args:
+        interval_s: First interval between samples.
+        max_samples: Even, at least 2.
+
+    Raises:
+        InvalidValueError: The interval or the bound is wrong.
+    """
+
+    def __init__(self, interval_s: float = 0.02, max_samples: int = 1024) -> None:
+        if not 0 < interval_s < math.inf:
+            raise InvalidValueError("interval_s", interval_s, "seconds above 0")
+        if max_samples < 2 or max_samples % 2:
+            raise InvalidValueError("max_samples", max_samples, "an even number >= 2")
+        self.interval_s = interval_s
+        self.num_samples = 0
+        self._max_samples = max_samples
+        self._values: npt.NDArray[np.float64] | None = None  # samples x series x replicas
+
+    def advance(self, now: float, replicas: Sequence[Replica]) -> None:
+        """Takes the samples due up to ``now``; no event lies between the last one and ``now``."""
+        while (at := self.num_samples * self.interval_s) <= now:
+            if self.num_samples == self._max_samples:
+                self._thin_out()
+            else:
+                self._sample(at, replicas)
+
+    def _sample(self, at: float, replicas: Sequence[Replica]) -> None:
+        if self._values is None:
+            self._values = np.empty((self._max_samples, len(SERIES), len(replicas)))
+        self._values[self.num_samples] = np.array([_state(replica, at) for replica in replicas]).T
+        self.num_samples += 1
+
+    def _thin_out(self) -> None:
+        assert self._values is not None
+        self.num_samples = self._max_samples // 2
+        self._values[: self.num_samples] = self._values[::2].copy()
+        self.interval_s *= 2
+
+    def times_s(self) -> npt.NDArray[np.float64]:
+        """The instants of the samples."""
+        return np.arange(self.num_samples, dtype=np.float64) * np.float64(self.interval_s)
+
+    def series(self, name: str) -> npt.NDArray[np.float64]:
+        """One of ``SERIES``: samples x replicas."""
+        if self._values is None:
+            return np.empty((0, 0))
+        return self._values[: self.num_samples, SERIES.index(name)]
+
+
+def _state(replica: Replica, at: float) -> tuple[float, float, float, float, float]:
+    scheduler = replica.scheduler
+    paused = scheduler.num_waiting + scheduler.num_admitted - scheduler.num_running
+    offloaded = min(scheduler.num_offloaded, paused)
+    predicted = getattr(scheduler.admission, "predicted_peak", math.nan)  # Few policies predict a peak.
+    return paused - offloaded, scheduler.num_running, offloaded, replica.used_tokens_at(at), predicted

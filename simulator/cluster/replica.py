@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from farsight.core.errors import IntegrityError, InvalidValueError
 from farsight.core.messages.kv import OffloadQuestion
@@ -29,7 +29,7 @@ from farsight.kvcache import (
     StepBatch,
     StepItem,
 )
-from farsight.kvcache.step_batch import step_work
+from farsight.kvcache.step_batch import KVCopy, step_work
 from farsight.policies.order.offload_orders import OffloadDecider
 from farsight.policies.replica.events import (
     AskOffload,
@@ -48,10 +48,8 @@ from farsight.policies.replica.events import (
 )
 from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.simulator.cluster.latency import LatencyModel, StepRun
+from farsight.simulator.cluster.memory_below import MemoryBelow, TieredExecutor
 from farsight.simulator.cluster.records import Record, Recorder, ReplicaUsage
-
-if TYPE_CHECKING:
-    from farsight.simulator.cluster.tiered import MemoryBelow
 
 Execution = Literal["ragged", "static"]
 """As ``SchedulerConfig.execution``."""
@@ -72,7 +70,7 @@ class ReplicaShape:
         copies_block: Whether a step waits for the copies of KV that are ordered before it, as where no stream overlaps.
         offload_hop_s: From a question to the KV offload manager to its answer, there and back.
         tells_cache: Whether reports tell the scheduler what is cached.
-        below: Tiers below the device's pool (``cluster.tiered``); None for a replica that knows none.
+        below: Tiers below the device's pool ; None for a replica that knows none.
         num_states: As ``Device.num_states``.
 
     Raises:
@@ -114,8 +112,6 @@ class ReplicaShape:
             return StaticExecutor(blocks, limits, incarnation, self.num_tokens)
         host = BlockManager(self.num_host_blocks, self.block_size) if self.num_host_blocks else None
         if self.below is not None:
-            from farsight.simulator.cluster.tiered import TieredExecutor  # which knows this module
-
             return TieredExecutor(blocks, limits, incarnation)
         if self.num_stages > 1:
             return PipelinedExecutor(blocks, limits, incarnation, host, max_in_flight=self.num_stages)
@@ -352,7 +348,7 @@ class Replica:
         """The next batch, after copies that have landed are booked; begins the copies that it asks for."""
         if self._landed:
             for copy_id in self._landed:
-                self.executor.complete_copy(copy_id)
+                self._complete_copy(copy_id, now)
             self._landed.clear()
             self._report(now)
         batch = self._relieve(self._next_batch(), now)
@@ -382,11 +378,19 @@ class Replica:
     def _begin_copies(self, now: float) -> None:
         """Copies in one direction are sequential; copies in both directions and steps overlap."""
         for copy in self.executor.take_copies():
-            begins_at = max(now, self._link_free_at[copy.to])
-            done_at = begins_at + self._latency.copy_s(len(copy.source) * self.shape.block_size)
-            self._link_free_at[copy.to] = done_at
-            self._copies.append((done_at, copy.copy_id))
+            done_at = self._copy_done_at(copy, now)
+            if done_at is not None:
+                self._copies.append((done_at, copy.copy_id))
         self._copies.sort()
+
+    def _copy_done_at(self, copy: KVCopy, now: float) -> float | None:
+        """Returns when a copy that begins now is done; None where no step is to end for it."""
+        begins_at = max(now, self._link_free_at[copy.to])
+        self._link_free_at[copy.to] = begins_at + self._latency.copy_s(len(copy.source) * self.shape.block_size)
+        return self._link_free_at[copy.to]
+
+    def _complete_copy(self, copy_id: int, now: float) -> None:
+        self.executor.complete_copy(copy_id)
 
     def _steps_until_change(self, run: StepRun) -> int:
         """How often the batch can be repeated: until an output ends or, in a padded batch, the last one does."""

@@ -39,7 +39,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TracedConversation:
     """A chain of turns; prompts of other conversations share no block with theirs.
 
     Attributes:
@@ -61,7 +61,7 @@ class Trace:
         num_left_out: Turns of subagents, which are not replayed: they have contexts of their own.
     """
 
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[TracedConversation, ...]
     block_size: int
     num_left_out: int = 0
     joined: int = 1
@@ -131,7 +131,7 @@ def read_conversations(path: Path, part: int = 1, num_parts: int = 1) -> Trace:
         turns = [_turn(row, number, each, last) for (number, each), last in zip(own, before, strict=False)]
         if not turns:
             raise row.error("requests holds no turn")
-        found.append(Conversation(row.text("id"), index + 1, (_first(turns[0]), *turns[1:])))
+        found.append(TracedConversation(row.text("id"), index + 1, (_first(turns[0]), *turns[1:])))
     if not found:
         raise InvalidValueError("part", f"{part}/{num_parts}", f"a part of {path.name} that holds a conversation")
     if len(sizes) != 1:
@@ -195,13 +195,13 @@ class ClosedLoop:
     def __init__(self, trace: Trace, begins: Iterable[float]) -> None:
         self._joined, conversations = trace.joined, trace.conversations
         self.max_new_tokens = max(turn.output_len for each in conversations for turn in each.turns)
-        self._due: list[tuple[float, int, Conversation, int]] = []  # at, tie, of which conversation, which turn
+        self._due: list[tuple[float, int, TracedConversation, int]] = []  # at, tie, of which conversation, which turn
         self._ties = itertools.count()
-        self._under_way: dict[str, tuple[Conversation, int]] = {}
+        self._under_way: dict[str, tuple[TracedConversation, int]] = {}
         for conversation, at in zip(conversations, begins, strict=True):
             self._add(conversation, 0, at)
 
-    def _add(self, conversation: Conversation, index: int, at: float) -> None:
+    def _add(self, conversation: TracedConversation, index: int, at: float) -> None:
         heapq.heappush(self._due, (at, next(self._ties), conversation, index))
 
     @property
@@ -224,7 +224,7 @@ class ClosedLoop:
         if index + 1 < len(conversation.turns):
             self._add(conversation, index + 1, now + conversation.turns[index + 1].gap_s)
 
-    def _request(self, conversation: Conversation, index: int, at: float) -> SimRequest:
+    def _request(self, conversation: TracedConversation, index: int, at: float) -> SimRequest:
         turn, base = conversation.turns[index], conversation.number * MAX_IDS
         runs = (range(base + first, base + first + num) for first, num in turn.blocks)
         return SimRequest(

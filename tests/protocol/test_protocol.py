@@ -52,6 +52,8 @@ MUST_HAPPEN = (
     "static batches returned",
     "snapshots of a cache",
     "prefix trees that agree",
+    "blocks that came back",
+    "blocks that were damaged",
 )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from farsight.actors.worker.token_channels import TokenOutbox
-from farsight.core.messages.kv import OffloadOrders, OffloadQuestion
+from farsight.core.messages.kv import BlockName, OffloadOrders, OffloadQuestion
 from farsight.core.messages.plans import FinishedSequence, Plan, ReportPoll, StepReport, WorkerReady, WorkerState
 from farsight.core.messages.tokens import TokenBatches, TokenPoll
 from farsight.core.request import Residency
@@ -15,6 +15,7 @@ from farsight.engine.emission import Emission, Output
 from farsight.engine.sequence import Detokenizer
 from farsight.engine.worker import Worker
 from farsight.kvcache import BatchLimits, BlockManager, KVCopy, LeaseExecutor, PlanExecutor, StaticExecutor, StepBatch
+from farsight.kvcache.tiers import KVTiers
 from farsight.policies.order.offload_orders import OffloadDecider
 from tests.protocol.model import BLOCK, EOS, Device, LaggingDetokenizer
 from tests.protocol.network import Component, attempts
@@ -64,17 +65,29 @@ class SlowCopier:
         self._host = [[-1] * BLOCK for _ in range(num_host_blocks)]
         self._done: list[tuple[int, bool]] = []
         self._on_done: Callable[[], object] = lambda: None
+        self._rows: dict[BlockName, list[int]] = {}  # of the host tier
+        self.tiers: KVTiers | None = None
 
     def when_done(self, callback: Callable[[], object]) -> None:
         self._on_done = callback
 
+    def look(self, names: Sequence[int], tenant: str) -> None: ...
+
+    def _drop(self) -> None:
+        for tier, block in () if self.tiers is None else self.tiers.take_dropped():
+            (self._rows if tier is Residency.HOST else self._component.world.disk).pop(block, None)
+
     def begin(self, copy: KVCopy) -> None:
+        self._drop()
         rng = self._component.world.copy_rng
         failed = rng.random() < 0.05
         self._component.later(rng.choice([0.0, 0.01, 0.1, 0.5]), lambda: self._end(copy, failed))
 
     def _end(self, copy: KVCopy, failed: bool) -> None:
         device, world = self._component.device.kv, self._component.world
+        if copy.names:
+            self._end_below(copy, failed)
+            return
         source, target = (device, self._host) if copy.to is Residency.HOST else (self._host, device)
         for read, written in zip(copy.source, copy.target, strict=True):
             target[written] = [-1] * BLOCK if failed else list(source[read])
@@ -82,7 +95,29 @@ class SlowCopier:
         self._done.append((copy.copy_id, failed))
         self._on_done()
 
+    def _end_below(self, copy: KVCopy, failed: bool) -> None:
+        """Ends a copy to a tier or from one; a file is now and then damaged."""
+        device, world = self._component.device.kv, self._component.world
+        if copy.to is Residency.DEVICE and self.tiers is not None:
+            num_good = 0
+            for block, target in zip(copy.names, copy.target, strict=True):
+                row = self._rows.get(block) or world.disk.get(block)
+                if row is None or failed or world.tier_rng.random() < 0.1:
+                    break
+                device[target] = list(row)
+                num_good += 1
+            self.tiers.outcomes[copy.copy_id] = num_good, 0.01
+            world.count("blocks that came back", num_good > 0)
+            world.count("blocks that were damaged", num_good < len(copy.names))
+        elif copy.source:
+            self._rows.update(zip(copy.names, (list(device[block]) for block in copy.source), strict=True))
+        elif not failed:
+            world.disk.update((block, self._rows[block]) for block in copy.names if block in self._rows)
+        self._done.append((copy.copy_id, failed))
+        self._on_done()
+
     def take_done(self) -> list[tuple[int, bool]]:
+        self._drop()
         done, self._done = self._done, []
         return done
 
@@ -114,6 +149,11 @@ class WorkerComponent(Component):
             executor = StaticExecutor(blocks, limits, incarnation, num_blocks * BLOCK)
         if world.placement == "e2" and not world.is_static:
             executor.tell_cache()
+        copier = SlowCopier(self, num_host_blocks)
+        if world.tier_limits is not None and isinstance(executor, LeaseExecutor):
+            copier.tiers = KVTiers(world.tier_limits)
+            copier.tiers.learn(world.disk)
+            executor.keep_tiers(copier.tiers)
         ready = WorkerReady(incarnation, num_blocks, BLOCK, num_blocks * BLOCK, True, 1000, num_host_blocks)
         self.worker = Worker(
             self.device,
@@ -122,7 +162,7 @@ class WorkerComponent(Component):
             (EOS,),
             ready,
             prefix_cache=not world.is_static,
-            copier=SlowCopier(self, num_host_blocks),
+            copier=copier,
         )
         self.worker.when_copied(self._wake)
         self._channels: dict[str, _Channel] = {}

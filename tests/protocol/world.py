@@ -11,10 +11,12 @@ from typing import Any
 
 from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
 from farsight.core.costs import StepCost
+from farsight.core.messages.kv import BlockName
 from farsight.core.messages.plans import Slot, StepReport
 from farsight.core.messages.requests import Refusal
 from farsight.core.messages.tokens import TokenDelta
 from farsight.kvcache import BatchLimits, StepBatch
+from farsight.kvcache.tiers import TierLimits
 from farsight.policies.compose import (
     build_batch_runner,
     build_batch_scheduler,
@@ -108,6 +110,11 @@ class World:
         self._draw(rng)
         self.copy_rng = random.Random(seed)
         self.ingress_rng = random.Random(seed + 3)
+        self.tier_rng = random.Random(seed + 4)
+        self.disk: dict[BlockName, list[int]] = {}  # of all workers, whatever dies
+        host_blocks = self.tier_rng.choice([0, self.tier_rng.randint(1, 8)])
+        limits = TierLimits(host_blocks, self.tier_rng.randint(4, 40))
+        self.tier_limits = limits if self.tier_rng.random() < 0.5 else None
         self.num_host_blocks = self.copy_rng.choice([0, self.copy_rng.randint(1, 16)])
         policy_rng = random.Random(seed + 1)
         self.parts = policy_rng.choice(PARTS)

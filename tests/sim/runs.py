@@ -11,8 +11,8 @@ from farsight.policies.replica.scheduler import SchedulerLimits
 from farsight.policies.settings import PolicySettings
 from farsight.simulator.cluster.fleet import Fleet, FleetShape
 from farsight.simulator.cluster.latency import LatencyModel, LinearLatency
+from farsight.simulator.cluster.records import Timeline
 from farsight.simulator.cluster.replica import ReplicaShape
-from farsight.simulator.cluster.timeline import Timeline
 from farsight.simulator.traffic.workload import SimRequest
 
 STEP = LinearLatency(StepCost(1.0, 0.0, 0.0, 0.0))

@@ -15,7 +15,7 @@ from farsight.core.costs import FREE_IMAGES
 from farsight.core.errors import ConfigError, IntegrityError, InvalidValueError
 from farsight.policies.presets import PRESETS
 from farsight.simulator.cluster.latency import GPUS, MODELS, LinearLatency, ModelShape, Roofline, VisionShape
-from farsight.simulator.cluster.timeline import Timeline
+from farsight.simulator.cluster.records import Timeline
 from farsight.simulator.experiment import DEFAULT_RATE, PREDICTORS, Experiment, free_kv_tokens, make_arrivals
 from farsight.simulator.results import config_of, read_config, request_row, to_json, write_results
 from farsight.simulator.run import RunOutcome, run

@@ -164,5 +164,9 @@ def test_a_server_is_told_by_flags() -> None:
         "--served-model-name a --served-model-name b --insecure"
     )
     assert _flag("drain_s", None) == []
-    with pytest.raises(FarsightError, match="presets: got 'x', expected one of"):
+    with pytest.raises(FarsightError, match=r"presets: got .x., expected one of"):
         Server(presets="x")  # type: ignore[call-arg]
+    with pytest.raises(FarsightError, match="preset: got 'farsigth', expected one of"):
+        Server(preset="farsigth")
+    with pytest.raises(FarsightError, match="kv_memory: got 'lots', expected"):
+        Server(kv_memory="lots")

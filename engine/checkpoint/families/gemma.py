@@ -190,7 +190,7 @@ def _gemma4(config: Fields) -> Mapping[str, Any]:
 
 
 def _gemma4_global(config: Fields) -> dict[str, Any]:
-    """Returns the sizes of layers that attend to all tokens: of fields, or of an object that says them of each layer."""
+    """Returns the sizes of layers that attend to all tokens: of fields, or of an object that tells them by layer."""
     heads = config.size_or_none("num_global_key_value_heads") if config.flag("attention_k_eq_v") else None
     found: dict[str, Any] = {"num_global_key_value_heads": heads or config.size("num_key_value_heads")}
     each = config["per_layer_config"]
@@ -334,7 +334,8 @@ GEMMA_LIKE: Mapping[str, Architecture] = {
     ),
     "Gemma4ForCausalLM": _gemma4_architecture(_GEMMA4, "Gemma 4 as text: E2B, E4B, 31B, 26B-A4B"),
     "Gemma4UnifiedForCausalLM": _gemma4_architecture(
-        _GEMMA4 | {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262144}, "Gemma 4 as text: 12B"
+        _GEMMA4 | {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262144, "sliding_window": 1024},
+        "Gemma 4 as text: 12B",
     ),
     "CohereForCausalLM": Architecture(
         _COHERE,

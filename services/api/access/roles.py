@@ -33,6 +33,7 @@ ROLES: Mapping[str, Access] = {
     # The pages themselves hold no data; what they show, they ask for with a key.
     "/dashboard": Everyone.PUBLIC,
     "/dashboard/requests": Everyone.PUBLIC,
+    "/dashboard/sessions": Everyone.PUBLIC,
     "/dashboard/requests/{response_id}": Everyone.PUBLIC,
     "/dashboard/scheduler": Everyone.PUBLIC,
     "/dashboard/placement": Everyone.PUBLIC,

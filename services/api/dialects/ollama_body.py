@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, PlainValidator
 
@@ -29,7 +29,7 @@ def _keep_alive(value: Any) -> float | str | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (value is None or is_number or (isinstance(value, str) and _DURATION.fullmatch(value))):
         raise refused("", value, "a number of seconds, or a duration such as '5m'")
-    return value
+    return cast(float | str | None, value)
 
 
 def _format(value: Any) -> Any:
@@ -124,7 +124,7 @@ class AnswerFields(ModelFields):
             found["response_format"] = {"type": "json_object"}
         elif isinstance(self.format, dict):
             found["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": self.format}}
-        return found | (self.options or OllamaOptions()).sampling()
+        return found | (self.options or OllamaOptions.model_validate({})).sampling()
 
     def _chat(self, names: Sequence[str], messages: list[dict[str, Any]], **fields: Any) -> ChatCompletionRequest:
         shown_logprobs = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
@@ -212,7 +212,8 @@ class ChatBody(AnswerFields):
 class GenerateBody(AnswerFields):
     """``POST /api/generate``"""
 
-    neutral: ClassVar[Mapping[str, NeutralOnly]] = AnswerFields.neutral | {
+    neutral: ClassVar[Mapping[str, NeutralOnly]] = {
+        **AnswerFields.neutral,
         "suffix": NeutralOnly(("",), "infilling before a suffix is not supported, put all text into the prompt"),
         "template": NeutralOnly(("",), "the model's own chat template is used; raw takes a prompt as it is"),
         "width": NeutralOnly((0,), "only text can be generated"),

@@ -89,7 +89,7 @@ class Running:
         headers = request.headers
         session = checked_session(SESSION_HEADER, headers.get(SESSION_HEADER, ""))
         application = headers.get(APPLICATION_HEADER) or headers.get("user-agent", "").partition("/")[0]
-        application = shown(application[:MAX_APPLICATION_CHARS])
+        application = application[:MAX_APPLICATION_CHARS]
         told = {"application": application, "continues": continues}
         prompts = tuple(
             dataclasses.replace(each, session=session or each.session, **told) for each in generation.prompts

@@ -59,6 +59,7 @@ PAGES = {
     "/dashboard": "dashboard",
     "/dashboard/requests": "requests",
     "/dashboard/requests/{response_id}": "request",
+    "/dashboard/sessions": "sessions",
     "/dashboard/scheduler": "scheduler",
     "/dashboard/placement": "placement",
     "/dashboard/services": "services",

@@ -67,7 +67,7 @@ class WhatIf(BaseModel):
 
 
 class Times(BaseModel):
-    """Of several requests, in seconds: mean time to the first token and to the end, and the latter's p99."""
+    """Seconds to the first token and to the end of several requests: means, and the 99th percentile of the latter."""
 
     ttft_s: float
     jct_s: float

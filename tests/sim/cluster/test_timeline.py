@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from farsight.core.errors import InvalidValueError
-from farsight.simulator.cluster.timeline import SERIES, Timeline
+from farsight.simulator.cluster.records import SERIES, Timeline
 from tests.sim.runs import arrivals, make_fleet
 
 

@@ -148,7 +148,7 @@ print(torch.get_num_threads(), resolve_placement(FarsightConfig()), default_ingr
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     mask = min(num_masked, len(os.sched_getaffinity(0)))
-    assert done.stdout.split() == ["1", "fused", "1", "packed", str(mask)], done.stderr
+    assert done.stdout.split() == ["1", "together", "1", "packed", str(mask)], done.stderr
 
 
 def test_one_function_counts_processors() -> None:

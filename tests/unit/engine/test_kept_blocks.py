@@ -6,6 +6,9 @@ import dataclasses
 import os
 import random
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +31,7 @@ from farsight.kvcache.tiers import KVTiers, TierCounts
 
 IDENTITY = KVIdentity("llama", "a1", "float32", "full", "1.0", 32, 4096)
 SIZE = 16
+NIGHTLY = pytest.mark.nightly
 
 
 def block_bytes(model: Path, settings: Mapping[str, object]) -> int:
@@ -96,7 +100,13 @@ def converse(talker: Talker, turns: int = 3) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("shape", "backend"),
-    [("gqa", "auto"), ("latents", "auto"), ("long_window", "auto"), ("gqa", "torch")],
+    [
+        ("gqa", "auto"),
+        *(
+            pytest.param(*each, marks=NIGHTLY)
+            for each in (("latents", "auto"), ("long_window", "auto"), ("gqa", "torch"))
+        ),
+    ],
 )
 def test_texts_are_the_same_and_little_is_computed_twice(
     saved: Callable[[str], Path], tmp_path: Path, shape: str, backend: str
@@ -112,6 +122,7 @@ def test_texts_are_the_same_and_little_is_computed_twice(
         assert {stat.S_IMODE(Path(folder, file).stat().st_mode) for file in files} <= {0o600}
 
 
+@NIGHTLY
 def test_int8_kv_and_a_host_tier(saved: Callable[[str], Path], tmp_path: Path) -> None:
     model = saved("gqa")
     expected = converse(Talker(model, None, kv_dtype="int8"))
@@ -178,6 +189,7 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+@NIGHTLY
 @pytest.mark.parametrize(
     "settings", [{"block_size": 32}, {"kv_dtype": "int8"}, {"weights": "int8"}, {"backend": "torch"}]
 )
@@ -338,3 +350,38 @@ def test_weights_are_told_apart_by_what_they_are(tmp_path: Path) -> None:
     assert weights_checksum(model, folder) != first
     (folder / "weights.json").write_bytes(b"{nonsense")
     assert len(weights_checksum(model, folder)) == 64
+
+
+WRITER = """
+import dataclasses, random, sys
+from pathlib import Path
+from farsight.core.messages.kv import BlockName, KVIdentity
+from farsight.engine.kv_files import KVFiles
+files = KVFiles(Path(sys.argv[1]), KVIdentity(**eval(sys.argv[2])))
+print("ready", flush=True)
+name = 0
+while True:
+    name += 1
+    files.write(BlockName(name, name - 1), memoryview(random.Random(name).randbytes(files._identity.block_bytes)))
+"""
+
+
+def test_a_kill_in_the_middle_of_writes_leaves_whole_blocks(tmp_path: Path) -> None:
+    identity = dataclasses.replace(IDENTITY, block_bytes=1 << 20)
+    command = [sys.executable, "-c", WRITER, str(tmp_path), repr(dataclasses.asdict(identity))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        while not list(tmp_path.rglob("*.kv")):
+            time.sleep(0.001)
+        writer.kill()
+    with files_in(tmp_path, identity) as files:
+        found, back = files.blocks(), bytearray(identity.block_bytes)
+        assert found
+        for block in found:
+            assert files.read(block, memoryview(back))
+            assert back == random.Random(block.name).randbytes(identity.block_bytes)
+        for part in tmp_path.rglob("*.part"):
+            os.utime(part, (1, 1))
+        files.blocks()
+        assert not list(tmp_path.rglob("*.part"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -122,11 +123,13 @@ def test_a_step_that_is_cut_off_leaves_the_state_as_it_was(
 ) -> None:
     runner, tokens = runner_of(saved(name), backend), sequences()[-1]
     driver = Driver(runner)
-    driver.add("whole", tokens), driver.add("cut off", tokens)
+    for each in ("whole", "cut off"):
+        driver.add(each, tokens)
     driver.logits(whole=20, **{"cut off": 20})
     batch = dataclasses.replace(driver.batch(**{"cut off": 9}), cut_off_s=-1.0)
     with pytest.raises(IterationCutOff):
         runner.execute(batch, driver.sequences)
+    runner.backend.cut_off_at_s = math.inf
     left = driver.remaining("whole")
     mine, theirs = driver.logits(whole=left, **{"cut off": left})
     assert mine is not None and theirs is not None and torch.equal(mine, theirs)
@@ -172,7 +175,7 @@ def test_a_state_goes_on_behind_its_own_tokens_alone(saved: Callable[[str], Path
 def test_no_more_sequences_hold_blocks_than_may_have_a_state() -> None:
     blocks = BlockManager(9, 4, most_sequences=2)
     assert blocks.may_begin
-    blocks.grow("a", 4), blocks.grow("b", 9)
+    assert blocks.grow("a", 4) and blocks.grow("b", 9)
     assert not blocks.may_begin and blocks.grow("a", 5) is not None
     blocks.release("b")
     assert blocks.may_begin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,8 @@ def save_all(tiers: KVTiers, blocks: list[BlockName]) -> list[tuple[Residency, R
 @pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(KVIdentity)])
 def test_any_difference_is_another_identity(field: str) -> None:
     value = getattr(IDENTITY, field)
-    other = dataclasses.replace(IDENTITY, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    changed: Any = {field: value + 1 if isinstance(value, int) else value + "x"}
+    other = dataclasses.replace(IDENTITY, **changed)
     assert other.digest() != IDENTITY.digest() == dataclasses.replace(IDENTITY).digest()
 
 
@@ -76,7 +78,7 @@ def test_unsaved_blocks_do_not_pile_up_where_nothing_may_be_written() -> None:
     tiers = KVTiers(TierLimits(disk_blocks=10**6, block_bytes=100, write_bytes_per_hour=99))
     for first in range(1, 100_000, 100):
         tiers.ended(chain(first, 100))
-        assert tiers.next_save(lambda name, kept=first: name >= kept) is None
+        assert tiers.next_save(first.__le__) is None
     assert len(tiers._unsaved) < 3000
     assert tiers.counts.unsaved > 90_000
 
@@ -408,3 +410,19 @@ def test_random_conversations_come_back_as_they_were() -> None:
         machine.check()
     assert machine.tiers.counts.disk_brought > 50
     assert machine.tiers.counts.host_brought > 30
+
+
+@pytest.mark.parametrize(("below", "least", "most"), [(True, 1.0, 1.15), (False, 3.0, 9.0)])
+def test_eight_conversations_in_a_pool_for_two_are_computed_once(below: bool, least: float, most: float) -> None:
+    """Ten turns each, one after the other; with one tier most of each prompt is computed at every turn."""
+    machine = Machine(2 * 32, TierLimits(disk_blocks=1000))
+    if not below:
+        machine.executor.tiers = machine.executor.transfers.tiers = None
+    rng, computed = random.Random(4), 0
+    talks: list[tuple[int, ...]] = [()] * 8
+    for turn in range(10):
+        for i, talk in enumerate(talks):
+            talks[i] = talk + tuple(rng.randrange(1000) for _ in range(12))
+            computed += machine.run(f"{i}-{turn}", talks[i])
+    new = sum(map(len, talks))
+    assert least <= computed / new <= most

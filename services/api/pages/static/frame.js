@@ -32,6 +32,7 @@ function seconds(value) {
   if (value === 0) return "0";
   if (value < 1) return `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms`;
   if (value < 100) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  if (value < 600) return `${Math.round(value)} s`;
   return value < 7200 ? `${Math.round(value / 60)} min` : `${Math.round(value / 3600)} h`;
 }
 

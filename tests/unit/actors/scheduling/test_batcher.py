@@ -23,6 +23,7 @@ from farsight.core.config.load import FarsightConfig
 from farsight.core.config.scheduling import BatchConfig, SchedulerConfig
 from farsight.core.forecast import QUANTILES, Forecast
 from farsight.core.messages.fleet import ReplicaNews, ReplicaState
+from farsight.core.messages.live import SessionsQuery
 from farsight.core.messages.log import Artefact, ArtefactName, FinishedBatch, LogQuery
 from farsight.core.messages.plans import FinishedSequence, WorkerReady
 from farsight.core.messages.requests import Keys, Refusals, Submit
@@ -150,6 +151,13 @@ async def test_an_idle_worker_pulls_the_next_batch_and_every_batch_is_logged() -
         assert found.metric("farsight:batch_size_count") == 2
         assert found.metric("farsight:batch_size_sum") == 3
         assert b"farsight:batch_splits_total" in generate_latest(found.registry)
+
+        view = await found.batcher.sessions(SessionsQuery(2))
+        assert (view.num_sessions, len(view.rows)) == (3, 2), "none continues another"
+        assert [(row.counts.turns, row.counts.answers) for row in view.applications] == [(3, 2)]
+        shown = generate_latest(found.registry).decode()
+        assert 'farsight:session_turns_total{application=""} 3.0' in shown
+        assert 'farsight:session_tokens_total{application="",kind="output"}' in shown
 
 
 async def test_a_request_whose_client_left_while_it_waited_is_among_those_that_ended() -> None:

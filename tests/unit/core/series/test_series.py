@@ -161,7 +161,7 @@ def test_memory_is_bounded_however_long_it_runs() -> None:
 
 
 def test_the_first_tokens_of_a_span_are_counted_once_in_whole_minutes() -> None:
-    """Of 61 minutes with a first token each, of which the first twenty are slow."""
+    """61 minutes have a first token each, and those of the first twenty are slow."""
     series, tally = ServiceSeries(), TrafficTally()
     series.report(tally.counts("a"), NOW)
     for minute in range(61):

@@ -156,7 +156,7 @@ def test_a_device_is_put_together(
     assert isinstance(beside, GraphBackend)  # its recorded steps count, those of the largest sizes
     assert more_bytes == 3 * 2 * RECORDING_BYTES + 2 * 4 * RECORDING_BYTES  # 1, 2, 3 rows; 16 to 128 tokens
     assert (device.num_blocks, device.num_host_blocks, device.context_len) == (10, 10, 1024)
-    assert [tensor.shape for tensor in stand_ins.pinned] == [(10, 2, 2, 64 * 4 * 32)]
+    assert [tensor.shape for tensor in stand_ins.pinned] == [(10, 2 * 2 * 64 * 4 * 32)]
     assert isinstance(device.runner, ModelRunner)
     assert device.runner.max_model_len == 640
     driver = Driver(device.runner)

@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
 
 from benchmarks.common.gpu_models import model_config, random_weights
+from benchmarks.common.stand_in_gpu import PoolShape
 from farsight.core.request import Residency
 from farsight.engine.attention.layout import StepSizes
 from farsight.engine.attention.torch_attention import TorchAttention
@@ -29,7 +29,7 @@ from farsight.kvcache import KVCopy
 from tests.gpu.moving import MovingDriver, wander
 from tests.unit.engine.driver import Driver
 
-CONFIG = SimpleNamespace(kv_rows=2, num_hidden_layers=3, num_key_value_heads=2, head_dim=4)
+CONFIG = PoolShape(head_dim=4, num_key_value_heads=2, num_hidden_layers=3)
 BLOCK_BYTES = 2 * 3 * 8 * 2 * 4 * 4
 
 

@@ -167,5 +167,5 @@ FAMILIES: dict[str, dict[str, Any]] = {
 HYBRIDS = [name for name in FAMILIES if name.startswith(("lfm2", "qwen3.5", "qwen3 next"))]
 """Families with states beside keys and values."""
 
-UNEVEN = [*HYBRIDS, *(name for name in FAMILIES if name.startswith("gemma4"))]
+UNEVEN = {*HYBRIDS, *(name for name in FAMILIES if name.startswith("gemma4"))}
 """Families whose layers differ in shape, which one rank of processors computes."""

@@ -158,7 +158,7 @@ def meshes(name: str) -> list[Mesh]:
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [(name, mesh) for name in FAMILIES if name not in UNEVEN for mesh in meshes(name)], ids=lambda value: str(value)
+    ("name", "mesh"), [(name, mesh) for name in FAMILIES if name not in UNEVEN for mesh in meshes(name)], ids=str
 )
 def test_ranks_compute_what_the_whole_model_does(name: str, mesh: Mesh, family: Callable[[str], Path]) -> None:
     for found, expected in zip(rank_logits(family(name), mesh), whole_logits(family(name)), strict=True):

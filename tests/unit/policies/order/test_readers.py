@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,8 @@ from farsight.policies.lengths.accuracy import LEAST_ENDS, PairAccuracy
 from farsight.policies.order.gittins import DecodePrice
 from farsight.policies.order.readers import ReadersFirst
 from farsight.policies.order.shadow import LEAST_ARRIVALS, ShadowFcfs
+from farsight.simulator.experiment import Experiment, make_arrivals
+from farsight.simulator.run import run
 
 PROCESSOR = StepCost(base_s=0.005, prefill_token_s=0.0024, decode_seq_s=0.0032, context_token_s=0.0)
 GPU = StepCost(base_s=0.020, prefill_token_s=0.1e-3, decode_seq_s=0.15e-3, context_token_s=0.0)
@@ -88,6 +91,20 @@ def test_a_stream_goes_first_until_its_reader_is_ahead_and_again_before_he_has_r
     assert names(order, 5.4) == ["stream", "whole"], "before he has read all"
 
 
+def test_first_tokens_go_by_what_is_left_to_compute_and_no_one_is_passed_for_long() -> None:
+    new = job("new", 200.0, prompt_len=20_000, reading_rate=0.0)
+    turn = job("turn", 200.0, 1.0, prompt_len=60_000, cached_len=59_000, reading_rate=0.0)
+    order = order_of(new, turn)
+    order.price(PROCESSOR, 100_000)
+    assert names(order, 1.0) == ["turn", "new"], "its work counts, not its length"
+    turn.cached_len = 0
+    order.changed(turn)
+    assert names(order, 1.0) == ["new", "turn"], "its beginning has been evicted"
+    late = job("late", 200.0, 3600.0, prompt_len=60_000, cached_len=59_990, reading_rate=0.0)
+    order.add(late, late.arrived_at)
+    assert names(order, 3600.0) == ["new", "turn", "late"]
+
+
 def test_a_full_step_is_one_of_the_places_by_price() -> None:
     order = ReadersFirst(DecodePrice(PROCESSOR, 128, 100_000), tail=1e6)
     order.price(PROCESSOR, 100_000)
@@ -137,3 +154,25 @@ def test_the_shadow_guards_the_slowest_and_counts_who_ends_behind() -> None:
     tally = shadow.tally
     assert (tally.num_ended, tally.num_violations) == (2, 1)
     assert (tally.earlier_s, tally.later_s) == pytest.approx((1.5, 3.0))
+
+
+def test_where_kv_is_short_what_has_kv_goes_before_what_has_none() -> None:
+    """Else each newcomer pushes out the KV of one that stands still, which then pushes out another's."""
+    order = order_of(job("read", 200.0, reading_rate=0.0), job("lost", 200.0, reading_rate=0.0), job("new", 10.0))
+    order.add(job("stream", 200.0, reading_rate=0.0), 1.0)
+    order.price(GPU, 100_000)
+    jobs = {each.request_id: each for each in order.ranked(1.0)}
+    report(order, jobs["read"], 200, 2.0)
+    report(order, jobs["lost"], 20, 2.0)
+    jobs["lost"].computed_len = 0
+    order.changed(jobs["lost"])
+    assert names(order, 2.5)[-1] == "read", "it is 20 s ahead of its reader"
+    order.price(GPU, 600)
+    assert names(order, 2.5) == ["read", "lost", "stream", "new"]
+
+
+def test_few_kv_is_not_moved_to_and_fro() -> None:
+    experiment = Experiment("sharegpt-like", 60, 12.0, kv_tokens=4000, host_kv_tokens=4000, max_num_seqs=32)
+    arrivals = [replace(each, reading_rate=12.0 if i % 2 else None) for i, each in enumerate(make_arrivals(experiment))]
+    found = {name: run(experiment.under(name), arrivals).summary for name in ("fcfs", "farsight")}
+    assert found["farsight"].num_evictions + found["farsight"].num_swaps <= found["fcfs"].num_evictions

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from farsight.core.images import EncodedImage, ImageFile, ImageSpan, digest_of
 from farsight.core.messages.kv import KVTraffic, KVUsage
-from farsight.core.messages.live import LiveView
+from farsight.core.messages.live import LiveView, SessionRow, SessionsQuery, SessionsView
 from farsight.core.messages.log import ArtefactInfo, LoggedWindow, RequestTrace
 from farsight.core.messages.placement import PlacementView
 from farsight.core.messages.series import (
@@ -110,6 +110,8 @@ class ScriptedBackend:
         self.placements: PlacementView | Exception = PlacementView("round-robin")
         self.history: SeriesReply | Exception = SeriesReply((), ())
         self.on_replicas = LiveView(())
+        self.turns_of: tuple[SessionRow, ...] = ()
+        self.sessions_named: list[tuple[str, str, str]] = []
         self.loads = TableReply((), ())
         self.lives = ComponentsReply(TableReply((), ()), ())
         self.decided: tuple[RecentDecisions, ...] = ()
@@ -126,6 +128,7 @@ class ScriptedBackend:
         self.calls.append((request.prompt_ids, request.sampling))
         self.texts.append(text)
         self.origins.append(request.origin)
+        self.sessions_named.append((request.session, request.continues, request.application))
         self.priorities.append(request.priority)
         self.targets.append((request.deadline_s, request.slo))
         self.salts.append(request.cache_salt)
@@ -168,6 +171,9 @@ class ScriptedBackend:
 
     async def placement(self) -> PlacementView:
         return told(self.placements)
+
+    async def sessions(self, query: SessionsQuery) -> SessionsView:
+        return SessionsView(self.turns_of[: query.max_rows], (), 50.0, len(self.turns_of))
 
     async def series(self, query: SeriesQuery) -> SeriesReply:
         return told(self.history)

@@ -111,6 +111,34 @@ async def test_targets_of_a_request_reach_the_backend(client: Client, backend: S
     assert backend.salts == ["tenant", "tenant", "", "", ""] * 2
 
 
+@pytest.mark.parametrize("base", [COMPLETION, CHAT])
+async def test_a_session_is_named_by_a_header_or_in_the_body(
+    client: Client, backend: ScriptedBackend, base: dict[str, Any]
+) -> None:
+    path = "/v1/chat/completions" if "messages" in base else "/v1/completions"
+    named: list[tuple[dict[str, str], dict[str, Any], str]] = [
+        ({"x-session-id": "a"}, {"prompt_cache_key": "b"}, "a"),
+        ({}, {"prompt_cache_key": "b"}, "b"),
+        ({}, {"prompt_cache_key": "b", "nvext": {"agent_hints": {"session_id": "c"}}}, "c"),
+        ({}, {"nvext": {"session_id": "d", "agent_hints": {"osl": 5}}}, "d"),
+        ({}, {"nvext": None}, ""),
+    ]
+    for headers, fields, session in named:
+        reply = await client.post(path, json={**base, **fields}, headers={"user-agent": "Tool/1.2", **headers})
+        assert reply.status_code == 200, reply.text
+        assert backend.sessions_named[-1] == (session, "", "Tool")
+    await client.post(path, json=base, headers={"x-farsight-application": "x" * 500})
+    assert backend.sessions_named[-1][2] == "x" * 128
+    for headers, fields, field in [
+        ({"x-session-id": "x" * 1025}, {}, "x-session-id"),
+        ({}, {"nvext": {"session_id": "a\x00b"}}, "nvext.session_id"),
+        ({}, {"nvext": {"session_id": 7}}, "nvext.session_id"),
+        ({}, {"nvext": "a"}, "nvext"),
+    ]:
+        refused = await client.post(path, json={**base, **fields}, headers=headers)
+        assert refused.status_code == 400 and field in refused.json()["error"]["message"]
+
+
 async def test_tiers_are_priorities_and_the_answer_names_them(client: Client, backend: ScriptedBackend) -> None:
     tiers = {"auto": "default", "default": "default", "priority": "priority", "flex": "flex", None: None}
     for base in (COMPLETION, CHAT):

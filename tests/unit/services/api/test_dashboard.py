@@ -18,7 +18,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from farsight.core.decisions import Decision, pack_decisions
 from farsight.core.errors import FarsightError
 from farsight.core.exposition import exposition
-from farsight.core.messages.live import EndedRequest, LiveRequest, LiveView, MemoryPoint, ReplicaLive
+from farsight.core.messages.live import (
+    EndedRequest,
+    LiveRequest,
+    LiveView,
+    MemoryPoint,
+    ReplicaLive,
+    SessionCounts,
+    SessionRow,
+)
 from farsight.core.messages.placement import PlacementView, PrefixView, ReasonCount, RecentPlacement, ReplicaView
 from farsight.core.messages.series import (
     ComponentsReply,
@@ -256,6 +264,16 @@ async def test_requests_on_the_replicas(live_client: Client, backend: ScriptedBa
     assert replica["curve"] == [{"steps": 0, "tokens": 42}, {"steps": 10, "tokens": 52}]
     assert replica["requests"][0]["tenant"] == HOSTILE
     assert replica["ended"][0]["predicted_len"] == 11.0
+
+
+async def test_sessions_with_hostile_names(live_client: Client, backend: ScriptedBackend) -> None:
+    counts = SessionCounts(turns=2, answers=1, prompt_tokens=90, new_tokens=60, computed_tokens=70)
+    backend.turns_of = (SessionRow(HOSTILE, "t", HOSTILE, True, 1.0, 40.0, 1, counts),)
+    reply = (await live_client.get("/live/sessions")).json()
+    assert (reply["num_sessions"], reply["now"]) == (1, 50.0)
+    (row,) = reply["rows"]
+    assert row["name"] == row["application"] == HOSTILE and row["counts"]["new_tokens"] == 60
+    assert (await live_client.get("/live?parts=sessions")).json()["sessions"] == reply
 
 
 async def test_the_decisions_about_a_request_of_whichever_tenant(live_client: Client, backend: ScriptedBackend) -> None:

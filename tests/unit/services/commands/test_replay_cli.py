@@ -147,3 +147,59 @@ def test_presets_are_checked_before_the_log_is_read(presets: str) -> None:
     result = invoke("nowhere", "--preset", presets)
     assert result.exit_code == 1
     assert result.output.startswith("farsight: --preset: got ")
+
+
+def conversations_file(tmp_path: Path) -> Path:
+    turn = {"in": 70, "out": 5, "h": [[1, 1]], "think": 1.0, "after": "user"}
+    turns = [turn, turn | {"in": 200, "h": [[1, 3]], "after": "tool"}, {"sub": [turn]}]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps({"id": f"c{n}", "block": 64, "requests": turns}) for n in range(3)), "utf-8")
+    return path
+
+
+def test_a_trace_of_conversations_is_replayed_over_tiers(tmp_path: Path) -> None:
+    page = tmp_path / "replay.html"
+    result = invoke("--trace", str(conversations_file(tmp_path)), "--part", "1/2", "--json", "--html", str(page))
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert [run["name"] for run in report["runs"]] == ["one tier", "tiers", "all kept"]
+    assert {(run["turns"], run["sessions"]) for run in report["runs"]} == {(4, 2)}
+    assert set(report["runs"][0]["by_class"]) == {"first turn", "after a tool"}
+    assert report["turns_of_subagents_left_out"] == 2 and report["ratios"]["computed_to_new"] >= 1.0
+    text = page.read_text("utf-8")
+    assert "prefers-color-scheme: dark" in text and "<script" not in text and "http" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--part", "3/2"], "--part: got '3/2'"),
+        (["--part", "half"], "--part: got 'half'"),
+        (["--prices", "a-stone"], "--prices: got 'a-stone'"),
+        (["--scale", "0"], "--scale: got 0"),
+        (["--every", "-1"], "--every: got -1"),
+        (["--preset", "fcfs,farsight"], "--preset: got 'fcfs,farsight'"),
+        (["--profile", "p.json"], "--profile: got 'p.json'"),
+        (["log.sqlite"], "LOG: got 'log.sqlite'"),
+        (["--disk-kv-bytes", "much"], "memory: got 'much'"),
+    ],
+)
+def test_a_wrong_flag_of_a_trace_is_named(tmp_path: Path, words: list[str], expected: str) -> None:
+    result = invoke("--trace", str(conversations_file(tmp_path)), *words)
+    assert result.exit_code == 1 and expected in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_single_requests_are_replayed_and_their_sessions_found(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 1000 * n, "input_length": 600 + 512 * n, "output_length": 3, "hash_ids": list(range(n + 2))}
+        for n in range(3)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    result = invoke("--trace", str(path), "--json")
+    assert result.exit_code == 0, result.output
+    runs = json.loads(result.stdout.splitlines()[-1])["runs"]
+    assert {(run["turns"], run["sessions"]) for run in runs} == {(3, 1)}
+    refused = invoke("--trace", str(path), "--every", "3")
+    assert refused.exit_code == 1 and "--every" in refused.output
