@@ -137,7 +137,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"$ref": "http://e/x"}}, "guided_json", "other documents are not fetched"),
     ({"guided_json": DEEP}, "guided_json", "130 levels deep"),
     ({"guided_json": {"description": "x" * 70_000}}, "guided_json", "characters"),
-    ({"tool_choice": 5}, "tool_choice", "got 5, expected 'auto', 'none', 'required', or an object that names a tool or allowed_tools"),
+    ({"tool_choice": 5}, "tool_choice", "got 5, expected 'auto', 'none', 'required', or an object that names a tool"),
 ]
 
 
