@@ -80,7 +80,7 @@ class SlowCopier:
     def begin(self, copy: KVCopy) -> None:
         self._drop()
         rng = self._component.world.copy_rng
-        failed = rng.random() < 0.05
+        failed = rng.random() < 0.1
         self._component.later(rng.choice([0.0, 0.01, 0.1, 0.5]), lambda: self._end(copy, failed))
 
     def _end(self, copy: KVCopy, failed: bool) -> None:

@@ -19,6 +19,7 @@ from farsight.engine.checkpoint.weights import Linear, ModelWeights, load_weight
 from farsight.engine.models.quantize import GROUPS, quantize_linear, quantize_weights
 from farsight.engine.native.model import NativeBackend, matrix_problem
 from farsight.engine.parallel.links import Ranks
+from farsight.engine.parallel.mesh import Mesh
 from farsight.engine.sequence import Sequence
 from farsight.engine.steps.backends import TorchBackend
 from farsight.engine.steps.model_runner import ModelRunner
@@ -180,5 +181,7 @@ def test_who_runs_on_them(
 
 def test_ranks_refuse_them(tiny_model_dir) -> None:
     engine = EngineConfig(kv_memory="1MiB", num_threads=1, weights="int4")
+    ranks = object.__new__(Ranks)
+    ranks.mesh = Mesh(2, 1)
     with pytest.raises(ConfigError, match="weights: got 'int4', expected full or float where a replica has several"):
-        build_worker(tiny_model_dir, "float32", engine, "w", ranks=object.__new__(Ranks))
+        build_worker(tiny_model_dir, "float32", engine, "w", ranks=ranks)
