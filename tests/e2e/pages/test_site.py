@@ -73,7 +73,7 @@ def test_a_reader_searches_and_turns_the_light_off_and_no_other_host_is_asked(br
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(address)
-    expect(page.get_by_role("heading", name="Farsight", exact=True)).to_be_visible()
+    expect(page.get_by_role("heading", name="Farsight ¶", exact=True)).to_be_visible()
     page.get_by_text("As a server", exact=True).click()
     expect(page.get_by_text("farsight serve smollm2")).to_be_visible()
     for scheme in ("default", "slate"):

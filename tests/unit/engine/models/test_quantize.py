@@ -182,6 +182,6 @@ def test_who_runs_on_them(
 def test_ranks_refuse_them(tiny_model_dir) -> None:
     engine = EngineConfig(kv_memory="1MiB", num_threads=1, weights="int4")
     ranks = object.__new__(Ranks)
-    ranks.mesh = Mesh(2, 1)
+    object.__setattr__(ranks, "mesh", Mesh(2, 1))
     with pytest.raises(ConfigError, match="weights: got 'int4', expected full or float where a replica has several"):
         build_worker(tiny_model_dir, "float32", engine, "w", ranks=ranks)
