@@ -24,8 +24,8 @@ from benchmarks.common.text_model import TEXT_STEPS, held_out_text, train_text_m
 from farsight.core.config.engine import KV_DTYPES, WEIGHTS, EngineConfig
 from farsight.core.request import Request, SamplingParams
 from farsight.engine.build import BITS
+from farsight.engine.checkpoint.dtypes import parse_dtype
 from farsight.engine.checkpoint.model_config import load_model_config
-from farsight.engine.checkpoint.weights import parse_dtype
 from farsight.engine.engine import Engine
 from farsight.engine.sequence import Sequence
 from farsight.engine.steps.model_runner import ModelRunner

@@ -3,7 +3,7 @@
 ``DIR/<identity>/<tenant>/<name>-<parent>.kv``. Only the user of this process may read the folder: another's folder, or
 one that others may open, is refused. A file is written under a name of its own and then renamed, so that a reader finds
 a whole file or none; what a power cut leaves of it fails its checksum. Workers of one host share the folder: the
-listing is the index, and whoever finds a file missing computes the block again.
+listing is the index, and who finds a file missing computes the block again.
 """
 
 from __future__ import annotations

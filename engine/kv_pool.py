@@ -151,7 +151,7 @@ class StatePool:
     wrong tokens and no error.
 
     Attributes:
-        rows: ``[num_rows + 1, values of a sequence]``; the last row is for what nobody reads.
+        rows: ``[num_rows + 1, values of a sequence]``; the last row is for what no one reads.
 
     Args:
         num_rows: Sequences that may have a state at once.
@@ -186,7 +186,7 @@ class StatePool:
         A step that is cut off leaves the states as they were; after another error those of its items are lost.
 
         Args:
-            sequences: All that are held; the rows of others may be taken. Of a step that only goes on: any.
+            sequences: All that are held; the rows of others may be taken. Any, for a step that only goes on.
 
         Raises:
             IntegrityError: An item begins behind other tokens than its state has read, or there is no row left.
@@ -206,7 +206,7 @@ class StatePool:
     def _begin(self, items: Sequence[StepItem], sequences: Mapping[str, SequenceState]) -> list[int]:
         found = []
         for item in items:
-            if item.request_id.startswith("\0"):  # padding, which nobody reads
+            if item.request_id.startswith("\0"):  # padding, which no one reads
                 found.append(self.num_rows)
                 continue
             row, read = self._held.get(item.request_id, (-1, 0))

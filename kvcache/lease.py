@@ -284,7 +284,7 @@ class LeaseExecutor(PlanExecutor):
         return True
 
     def _bring_back(self, held: SequenceState, first: int, wanted: int) -> bool:
-        """Orders what the tiers have of its next blocks, as far as that is worth it; returns whether it is any."""
+        """Asks for what the tiers have of its next blocks, as far as that is worth it; returns whether it is any."""
         tiers, limit = self.tiers, (wanted - 1) // self.blocks.block_size
         if tiers is None or self._block_hashes is None:
             return False

@@ -145,7 +145,7 @@ class Save(NamedTuple):
 class TierIndex:
     """The blocks of one tier, least recently used first.
 
-    Whoever touches a chain does so from its end, so that a block leaves before its parent.
+    Who touches a chain does so from its end, so that a block leaves before its parent.
 
     Args:
         capacity: Most blocks.
@@ -314,8 +314,8 @@ class KVTiers:
     def worth(self, names: Sequence[int], first: int, end: int, block_size: int) -> Return | None:
         """Returns the blocks from ``first`` on that come back cheaper than they are computed; None if none does.
 
-        Of all beginnings of the chain that lies below without a gap, it is the one that saves most. Before a price is
-        known, what lies below comes back.
+        Among all beginnings of the chain that lies below without a gap, it is the one that saves most. Before a price
+        is known, what lies below comes back.
         """
         token_s = self.prices.prefill_token_s
         computed_s = 0.0 if token_s is None else token_s * block_size

@@ -75,7 +75,7 @@ class Transfers:
         return self._num_copies
 
     def order(self, held: SequenceState, to: Residency, source: Sequence[int], target: Sequence[int]) -> None:
-        """Orders the copy of a stopped sequence's blocks to the other pool."""
+        """Begins the copy of a stopped sequence's blocks to the other pool."""
         self._begin(held, KVCopy(self._next_id(), to, tuple(source), tuple(target)))
 
     def _begin(self, held: SequenceState, copy: KVCopy, back: Return | None = None, first: int = 0) -> None:
@@ -145,7 +145,7 @@ class Transfers:
         return any(name == each.name for flight in flights if flight.back for each in flight.order.names)
 
     def bring_back(self, held: SequenceState, names: Sequence[int], first: int, back: Return) -> None:
-        """Orders blocks of a sequence that holds as many on the device, from block ``first`` on."""
+        """Begins to bring blocks of a sequence that holds as many on the device, from block ``first`` on."""
         assert self.tiers is not None
         end = first + len(back.tiers)
         blocks = tuple(map(self.tiers.block, names[first:end]))
@@ -179,7 +179,7 @@ class Transfers:
             self.tiers.ended(_named(names, held.tenant))
 
     def order_save(self) -> None:
-        """Orders the next save; one is under way at a time, beside the steps."""
+        """Begins the next save; one is under way at a time, beside the steps."""
         if self.tiers is None or self._save is not None:
             return
         save = self.tiers.next_save(self.blocks.caches)

@@ -1,8 +1,7 @@
 """Interfaces of the parts that a replica's scheduler is composed of, and what they read of a request.
 
-Every part is a plain object without a clock and without randomness of its own: instants come as arguments, a
-``numpy.random.Generator`` at construction. All parts read ``Job``s and never write them. A base class has a harmless
-default for every optional method; methods without a default are abstract.
+Every part is a plain object without a clock and randomness of its own: instants come as arguments, a ``Generator`` of
+numpy at construction. All parts read ``Job``s and never write them. Optional methods have a harmless default.
 """
 
 from __future__ import annotations

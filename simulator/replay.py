@@ -111,8 +111,8 @@ class ReplayTraffic:
     """What is replayed.
 
     Attributes:
-        begin: Makes the requests anew for each run, from the seconds between two conversations.
-        num_turns: Of all of them.
+        begin: Makes the requests again for each run, from the seconds between two conversations.
+        num_turns: Turns of all of them.
         every_token: A pool of so many tokens holds all prompts and outputs together.
         num_left_out: Turns of subagents, which are not replayed.
     """

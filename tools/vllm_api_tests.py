@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 COMMIT = "5df63a720"
-"""Of vLLM 0.32.0."""
+"""The commit of vLLM 0.32.0."""
 
 FILES = (
     "completion/test_completion.py",

@@ -102,7 +102,7 @@ class _SessionMetrics:
         self._table = table
 
     def collect(self) -> Iterator[Metric]:
-        """Makes the series anew for each scrape, so that the table alone holds the sums."""
+        """Makes the series again for each scrape, so that the table alone holds the sums."""
         yield GaugeMetricFamily("farsight:sessions", "Conversations that are remembered.", len(self._table))
         text = "Turns of conversations that have begun."
         turns = CounterMetricFamily("farsight:session_turns", text, labels=("application",))

@@ -111,8 +111,8 @@ def measure_model(model_dir: Path, dtype: str, device: str, rounds: int) -> Imag
     """
     import torch
 
+    from farsight.engine.checkpoint.dtypes import parse_dtype
     from farsight.engine.checkpoint.model_config import load_model_config
-    from farsight.engine.checkpoint.weights import parse_dtype
     from farsight.engine.vision.geometry import load_geometry
     from farsight.engine.vision.model import load_vision
 

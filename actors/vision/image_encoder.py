@@ -286,8 +286,8 @@ def _load(model_dir: Path, config: FarsightConfig) -> VisionModel | EmulatedVisi
 def _load_tower(model_dir: Path, config: FarsightConfig) -> VisionModel | None:
     import torch
 
+    from farsight.engine.checkpoint.dtypes import parse_dtype
     from farsight.engine.checkpoint.model_config import load_model_config
-    from farsight.engine.checkpoint.weights import parse_dtype
     from farsight.engine.vision.model import load_vision
 
     torch.set_num_threads(encoder_threads(config.images.num_threads))

@@ -59,7 +59,7 @@ class PoolShape:
         return range(self.num_hidden_layers)
 
     def shape(self, layer: int) -> LayerShape:
-        """As ``DecoderConfig.shape``."""
+        """Returns the sizes of a layer, as ``DecoderConfig.shape``."""
         return LayerShape(self.head_dim, self.num_key_value_heads, 0)
 
 

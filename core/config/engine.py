@@ -149,7 +149,7 @@ class EngineConfig:
             limit of output exceed the window together, as transformers chooses for a sequence of that length.
             ``request`` needs the CPU and one process for a replica; the two kinds share no cached prefixes.
         disk_kv: Folder in which the KV of ended requests is kept, and found again by the next turn of a conversation,
-            also after a restart. Whoever can read it can tell what was said: it is made for the server's user alone.
+            also after a restart. Who can read it can tell what was said: it is made for the server's user alone.
             Empty: none is kept. It needs the CPU, one process for a replica and ``prefix_cache``.
         disk_kv_bytes: Most bytes of the folder, as ``20GiB``; the least recently used blocks leave first.
         disk_kv_tenant_bytes: Most bytes of one tenant, who then loses his own blocks; ``0`` is no limit of his own.

@@ -19,7 +19,7 @@ class ReplicaState:
         broken: Requests of a batch that ran out of memory which had not ended; no worker runs them any more.
         resting: All requests of the replica, if every client of it has stopped reading; else none.
         cache_seq: Number of the last KV cache event that was sent to the Router; 0 if there was none.
-        sums: Of all requests that are here, as ``KeySums`` packs them; the Router asks about those that differ.
+        sums: Sums of all requests that are here, as ``KeySums`` packs them; the Router asks about those that differ.
     """
 
     replica: str

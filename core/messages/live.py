@@ -162,7 +162,7 @@ class SessionCounts:
     Attributes:
         sessions: Sessions that began; 0 in the counts of one session.
         turns: Requests that began, ``answers`` those that have ended with an answer.
-        prompt_tokens: Of answered turns; so are the other tokens.
+        prompt_tokens: Tokens of the prompts of answered turns; the other tokens are of these turns too.
         new_tokens: Tokens of prompts behind what an earlier prompt of the session had.
         computed_tokens: Prompt tokens that were computed, the first time or again.
         restored_tokens: Prompt tokens that were brought back from the host or from disk.

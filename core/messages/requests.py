@@ -106,7 +106,7 @@ class Announce:
     """Ingress -> Router, every half second and after a fault: what tells both whether they know the same open streams.
 
     Attributes:
-        sums: Of all open streams that were sent, as ``KeySums`` packs them.
+        sums: The sums of all open streams that were sent, as ``KeySums`` packs them.
         listed: The parts of them that the Router asked for.
         open: All open streams of these parts, so that a new Router knows them.
         nowhere: Open streams that are on no replica, as far as the ingress knows.

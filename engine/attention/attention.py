@@ -112,7 +112,7 @@ class StepAttention(Protocol):
     """Attention of one step, ready to be applied layer after layer."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Causal attention of the step's rows over their sequences.
+        """Returns causal attention of the step's rows over their sequences.
 
         Args:
             query: ``[T, heads, head_dim]``.
@@ -140,7 +140,7 @@ class AttentionBackend(Protocol):
         ...
 
     def begin_static(self, decode: StaticDecode, pool: KVPool) -> StepAttention:
-        """Attention for repeated steps that only decode; none of its operations depends on the values in ``decode``."""
+        """Returns attention for repeated steps that only decode; no operation depends on the values in ``decode``."""
         ...
 
 
@@ -160,7 +160,7 @@ class ScoreShape:
 
     @classmethod
     def of_model(cls, config: DecoderConfig) -> ScoreShape:
-        """The scores of a model."""
+        """Returns the scores of a model."""
         blocks = config.blocks
         slopes = alibi_slopes(config.num_attention_heads) if blocks.alibi else ()
         return cls(blocks.attention_scale, blocks.attention_cap, slopes)
@@ -170,7 +170,7 @@ PLAIN_SCORES = ScoreShape()
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Slopes of ALiBi: a geometric series for a power of two; for other numbers of heads every second of the next one.
+    """Returns slopes of ALiBi: a geometric series for a power of two, else also every second of the next one.
 
     Press, Smith, Lewis: Train Short, Test Long (2022), section 3 and its published program.
     """
@@ -191,7 +191,7 @@ def attend(
     causal: bool = False,
     grouped: bool = False,
 ) -> Tensor:
-    """Attention of ``[B, heads, T, head_dim]`` over ``[B, kv_heads, keys, head_dim]``; key ``i`` is at position ``i``.
+    """Returns attention of ``[B, heads, T, head_dim]`` over ``[B, kv_heads, keys, head_dim]``; keys in order.
 
     Args:
         mask: Added to the scores.

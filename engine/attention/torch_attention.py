@@ -79,7 +79,7 @@ class TorchAttention:
 
     @classmethod
     def of_model(cls, config: DecoderConfig, bound: Bound | None = None) -> TorchAttention:
-        """Attention as the layers of a model have it."""
+        """Returns attention as the layers of a model have it."""
         return cls(config.sliding_windows, ScoreShape.of_model(config), bound)
 
     def begin_step(self, layout: StepLayout, pool: KVPool) -> TorchStepAttention:
@@ -197,7 +197,7 @@ class _LayerCache:
         self._num_blocks = pool.num_blocks
 
     def gather(self, block_ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the blocks, each ``[num_rows, kv_heads, tokens, head_dim]``; valid until the next call.
+        """Returns keys and values, each ``[num_rows, kv_heads, tokens, head_dim]``; valid until the next call.
 
         Args:
             block_ids: int64 ``[num_rows * blocks]``, row by row.
@@ -212,7 +212,7 @@ class _LayerCache:
 
 
 def _gathered(blocks: Tensor, block_ids: Tensor, buffer: Tensor) -> Tensor:
-    """Rows of ``[blocks, elements]``, copied into a flat buffer."""
+    """Returns rows of ``[blocks, elements]``, copied into a flat buffer."""
     elements = blocks.shape[1]
     out = buffer[: len(block_ids) * elements].view(len(block_ids), elements)
     return torch.index_select(blocks, 0, block_ids, out=out)
@@ -296,14 +296,14 @@ class _Chunk:
 
 
 def _masks(windows: Sequence[int | None], longest: int, make: Callable[[int | None], Tensor | None]) -> Masks:
-    """A mask for each window; one that ``longest``, the longest sequence, does not exceed is as good as none."""
+    """Returns a mask for each window; one that the longest sequence does not exceed is as good as none."""
     reaches = {window: None if window is None or window >= longest else window for window in windows}
     made = {reach: make(reach) for reach in set(reaches.values())}
     return {window: made[reach] for window, reach in reaches.items()}
 
 
 def _causal(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Mask ``[queries, keys]`` by their positions."""
+    """Returns a mask ``[queries, keys]`` by their positions."""
     hidden = keys > queries[:, None]
     if window is not None:
         hidden |= keys <= queries[:, None] - window
@@ -311,7 +311,7 @@ def _causal(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtyp
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to be added to scores: -inf where ``hidden``, else 0."""
+    """Returns a mask to be added to scores: -inf where ``hidden``, else 0."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farsight.engine.checkpoint.families.record import DeltaNet, Latent, LayerShape
+from farsight.engine.checkpoint.families.mixers import DeltaNet
+from farsight.engine.checkpoint.families.record import Latent, LayerShape
 from farsight.engine.checkpoint.model_config import DecoderConfig
 from farsight.engine.checkpoint.quantized import JoinedLinear, QuantizedLinear
 
@@ -26,7 +27,7 @@ class Linear:
         return len(self.weight)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight in ``dtype``."""
+        """Returns the weight in ``dtype``."""
         return self.weight.to(dtype)
 
 
@@ -248,14 +249,14 @@ def qkv_order(config: DecoderConfig) -> Tensor:
 
 
 def gated_order(heads: int, shape: LayerShape) -> Tensor:
-    """The same where each head of queries has its gate behind it: the gates of all heads come last."""
+    """Returns the same where each head of queries has its gate behind it: the gates of all heads come last."""
     queries = torch.arange(2 * heads * shape.head_dim).view(heads, 2, shape.head_dim)
     kv = 2 * heads * shape.head_dim + torch.arange(2 * shape.kv_heads * shape.head_dim)
     return torch.cat([queries[:, 0].flatten(), kv, queries[:, 1].flatten()])
 
 
 def delta_order(mixer: DeltaNet) -> Tensor:
-    """The same for the first matrix of a delta rule whose rows lie by key head."""
+    """Returns the same for the first matrix of a delta rule whose rows lie by key head."""
     share, heads = mixer.value_heads // mixer.key_heads * mixer.value, mixer.key_heads
     sizes = [mixer.key, mixer.key, share, share]
     first = torch.split(torch.arange(heads * sum(sizes)).view(heads, -1), sizes, 1)
@@ -264,7 +265,7 @@ def delta_order(mixer: DeltaNet) -> Tensor:
 
 
 def turned_order(config: DecoderConfig, heads: int) -> Tensor:
-    """The same for the values of so many heads: those that are turned, halves in place of neighbours, then the rest."""
+    """Returns the same for values of so many heads: those that are turned, by halves, then the rest."""
     turned = config.rotary.rotary_dim if config.rotary else 0
     values = torch.arange(heads * config.head_dim).view(heads, config.head_dim)
     halves = values[:, :turned].view(heads, -1, 2).transpose(1, 2).flatten(1)

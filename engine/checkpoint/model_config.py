@@ -18,6 +18,7 @@ from farsight.core.errors import ConfigError, InvalidValueError
 from farsight.engine.checkpoint.catalogue import catalogue, pulled_file
 from farsight.engine.checkpoint.config_fields import Fields, UnsupportedModelError, read_json
 from farsight.engine.checkpoint.families import ARCHITECTURES
+from farsight.engine.checkpoint.families.mixers import Mixer
 from farsight.engine.checkpoint.families.record import (
     ACTIVATIONS,
     Architecture,
@@ -26,7 +27,6 @@ from farsight.engine.checkpoint.families.record import (
     Experts,
     Latent,
     LayerShape,
-    Mixer,
     TensorNames,
     Windows,
     of_config,
@@ -171,7 +171,7 @@ class DecoderConfig:
 
 
 def load_model_config(model_dir: Path) -> DecoderConfig:
-    """The configuration in ``model_dir``, or in a GGUF file.
+    """Returns the configuration in ``model_dir``, or in a GGUF file.
 
     Raises:
         UnsupportedModelError: another architecture, or a feature that the engine does not compute.
@@ -194,7 +194,7 @@ def load_model_config(model_dir: Path) -> DecoderConfig:
 
 
 def _seeing(config: DecoderConfig, part: NestedText, name: str) -> DecoderConfig:
-    """The text model of one that sees, with what its checkpoint and its positions have beside."""
+    """Returns the text model of one that sees, with what its checkpoint and its positions have beside."""
     family, rotary = VISION[name], config.rotary
     if part.sections and rotary is not None:
         if 2 * sum(part.sections) != rotary.rotary_dim:
@@ -206,7 +206,7 @@ def _seeing(config: DecoderConfig, part: NestedText, name: str) -> DecoderConfig
 
 
 def config_of(file: GGUFFile) -> DecoderConfig:
-    """The configuration in a GGUF file.
+    """Returns the configuration in a GGUF file.
 
     Raises:
         As ``load_model_config``.
@@ -227,7 +227,7 @@ def config_of(file: GGUFFile) -> DecoderConfig:
 
 
 def resolve_max_model_len(config: DecoderConfig, asked: int) -> int:
-    """Tokens that a sequence may reach by what was asked for; 0 asks for the model's own context.
+    """Returns the tokens that a sequence may reach by what was asked for; 0 asks for the model's own context.
 
     Raises:
         ConfigError: more than the model's context, and more than its rotary embedding is stretched to.
@@ -278,7 +278,7 @@ def resolve_model_dir(name_or_path: str, *, weights: bool = True) -> Path:
 
 
 def _alone_in(folder: Path) -> Path | None:
-    """The GGUF file of a directory that holds a single one and no ``config.json``."""
+    """Returns the GGUF file of a directory that holds a single one and no ``config.json``."""
     if model_file(folder, "config.json") is not None:
         return None
     found = sorted(folder.glob("*.gguf"))

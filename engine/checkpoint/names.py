@@ -6,7 +6,8 @@ import math
 from collections.abc import Container, Iterator, Sequence, Set, Sized
 
 from farsight.engine.checkpoint.config_fields import CheckpointError, Shape
-from farsight.engine.checkpoint.families.record import DeltaNet, Experts, Latent, LayerShape, Mixer
+from farsight.engine.checkpoint.families.mixers import DeltaNet, Mixer
+from farsight.engine.checkpoint.families.record import Experts, Latent, LayerShape
 from farsight.engine.checkpoint.model_config import DecoderConfig
 
 

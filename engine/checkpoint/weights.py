@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from farsight.core.errors import InvalidValueError
 from farsight.engine.checkpoint.config_fields import CheckpointError as CheckpointError
-from farsight.engine.checkpoint.families.record import DeltaNet, Experts, Latent, LayerShape, Mixer
+from farsight.engine.checkpoint.families.mixers import DeltaNet, Mixer
+from farsight.engine.checkpoint.families.record import Experts, Latent, LayerShape
 from farsight.engine.checkpoint.layers import AllInputWeights as AllInputWeights
 from farsight.engine.checkpoint.layers import BesideWeights as BesideWeights
 from farsight.engine.checkpoint.layers import ExpertWeights as ExpertWeights
@@ -26,46 +26,13 @@ from farsight.engine.checkpoint.layers import ModelWeights as ModelWeights
 from farsight.engine.checkpoint.layers import Norm as Norm
 from farsight.engine.checkpoint.layers import delta_order, gated_order, latent_orders, qkv_order, turned_order
 from farsight.engine.checkpoint.model_config import DecoderConfig
-from farsight.engine.checkpoint.names import head_norm_sizes, latent_sizes, mixer_parts, num_parameters, qkv_parts
+from farsight.engine.checkpoint.names import head_norm_sizes, latent_sizes, mixer_parts, qkv_parts
 from farsight.engine.checkpoint.quantized import QuantizedLinear, join_records
 from farsight.engine.checkpoint.repacking import record_rows
 from farsight.engine.checkpoint.sources import TensorSource, fill_rows, open_checkpoint, threads_for
 
 Progress = Callable[[float], object]
 """Takes a share, from 0 to 1."""
-
-LARGE_MODEL_PARAMETERS = 500_000_000
-"""Parameters above which ``auto`` keeps the checkpoint's own dtype: exactness would cost twice the memory and time."""
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def parse_dtype(name: str, config: DecoderConfig, device: str = "cpu") -> torch.dtype:
-    """The dtype to compute in.
-
-    ``auto`` is float32, in which a resumed sequence continues token for token, unless the model has more than
-    ``LARGE_MODEL_PARAMETERS`` parameters: then it is the checkpoint's own. On a GPU it is the checkpoint's own if that
-    has 16 bits, else bfloat16.
-
-    Raises:
-        InvalidValueError: not one of the known names.
-    """
-    if name == "auto" and device == "cuda":
-        own = _DTYPES[config.checkpoint_dtype]
-        return torch.bfloat16 if own is torch.float32 else own
-    if name == "auto":
-        return _DTYPES[config.checkpoint_dtype] if num_parameters(config) > LARGE_MODEL_PARAMETERS else torch.float32
-    return dtype_of_name(name)
-
-
-def dtype_of_name(name: str) -> torch.dtype:
-    """
-    Raises:
-        InvalidValueError: not one of the known names.
-    """
-    if name not in _DTYPES:
-        raise InvalidValueError("dtype", name, f"one of {['auto', *_DTYPES]}")
-    return _DTYPES[name]
 
 
 def load_weights(

@@ -11,8 +11,8 @@ from farsight.core.config.engine import EngineConfig
 from farsight.core.errors import ConfigError
 from farsight.core.processors import compute_threads
 from farsight.core.request import Fault
+from farsight.engine.checkpoint.dtypes import dtype_of_name
 from farsight.engine.checkpoint.encoder_config import EncoderConfig, resolve_encoder_len
-from farsight.engine.checkpoint.weights import dtype_of_name
 from farsight.engine.models.encoder import EncoderModel, EncoderText
 from farsight.engine.runner import Device, Runner
 from farsight.engine.sequence import Sequence

@@ -15,8 +15,9 @@ from farsight.core.request import Request, SamplingParams
 from farsight.engine import cuda
 from farsight.engine.attention.choice import gpu_attention
 from farsight.engine.attention.layout import StepSizes
+from farsight.engine.checkpoint.dtypes import parse_dtype
 from farsight.engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
-from farsight.engine.checkpoint.weights import ModelWeights, Progress, load_weights, parse_dtype
+from farsight.engine.checkpoint.weights import ModelWeights, Progress, load_weights
 from farsight.engine.devices.copiers import make_copier
 from farsight.engine.kv_pool import KVPool, pool_dtype
 from farsight.engine.models.quantize import quantize_weights

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from farsight.engine.attention.attention import StepAttention, StepLayout
-from farsight.engine.checkpoint.families.record import DeltaNet, LayerShape, Mixer, ShortConvolution
+from farsight.engine.checkpoint.families.mixers import DeltaNet, Mixer, ShortConvolution
+from farsight.engine.checkpoint.families.record import LayerShape
 from farsight.engine.checkpoint.weights import BesideWeights, ExpertWeights, LayerWeights, MixerWeights
 from farsight.engine.kv_pool import KVPool, StatePool
 from farsight.engine.models.layers import (

@@ -16,8 +16,9 @@ from farsight.core.config.engine import EngineConfig
 from farsight.core.errors import RankLost
 from farsight.core.processors import compute_threads
 from farsight.engine import cuda
+from farsight.engine.checkpoint.dtypes import parse_dtype
 from farsight.engine.checkpoint.model_config import DecoderConfig, resolve_max_model_len
-from farsight.engine.checkpoint.weights import CheckpointError, parse_dtype
+from farsight.engine.checkpoint.weights import CheckpointError
 from farsight.engine.devices.model_device import AUTO_SHARE
 from farsight.engine.parallel.driver import Lead, ParallelBackend, ParallelCopier, ParallelRunner, StepReports
 from farsight.engine.parallel.exchange import Exchange, RankGroup

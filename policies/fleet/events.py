@@ -18,7 +18,7 @@ class ReplicaUp:
 
     Attributes:
         cache_seq: Number of the last notice of its prefix cache that was sent; 0 if there was none.
-        sums: Of the requests there, as ``KeySums`` packs them; None if they are not to be compared.
+        sums: The sums of the requests there, as ``KeySums`` packs them; None if they are not to be compared.
     """
 
     name: str

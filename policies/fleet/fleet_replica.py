@@ -69,7 +69,7 @@ class FleetReplica:
         draining: Whether no new request may be placed on it.
         requests: Tokens of work of each request that is placed on it, by id.
         demand: What its requests ask for.
-        sums: Of the attempts on it, as its Scheduler should have them.
+        sums: The attempts on it, as its Scheduler should have them.
     """
 
     load: ReplicaLoad

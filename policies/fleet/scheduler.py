@@ -149,7 +149,7 @@ class FleetMachine(ABC):
 
         Args:
             max_num_seqs: Most requests that a replica runs at once.
-            cost: Of the replicas' steps; None while unknown.
+            cost: The cost of the replicas' steps; None while unknown.
             joins: Whether requests join a running batch.
         """
         takers = self.own_takers()

@@ -44,7 +44,7 @@ class WorkerMirror:
 
     Attributes:
         requests: All requests, by id.
-        sums: Of these.
+        sums: Their sums.
         admitted: Requests with a place, in order of admission.
         flex: Requests that take what the others leave.
         hosted: Requests with KV on the host, or on its way there.

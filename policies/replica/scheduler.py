@@ -126,8 +126,7 @@ class ReplicaScheduler:
         return self._mirror.num_prompt_tokens, self._mirror.gpu_s
 
     @property
-    def num_running(self) -> int:
-        """Admitted requests that are to execute next."""
+    def num_running(self) -> int:  # admitted requests that are to execute next
         return len(self.selector.running)
 
     @property
@@ -169,8 +168,8 @@ class ReplicaScheduler:
         return self._mirror.resting()
 
     def unknown(self, keys: Iterable[Key]) -> tuple[Key, ...]:
-        """Returns the attempts of ``keys`` that are neither here nor ended lately."""
-        return tuple(key for key in keys if not self._mirror.knows(key))
+        """Returns the attempts among these that are neither here nor ended lately."""
+        return tuple(itertools.filterfalse(self._mirror.knows, keys))
 
     def sums(self) -> bytes:
         """Returns the sums of the attempts that are here, as ``KeySums`` packs them."""

@@ -31,7 +31,7 @@ def _folder(path: Path) -> Path:
 
 @cache.command()
 def show(folder: FolderArgument, as_json: JsonOption = False) -> None:
-    """Show what a folder holds, by model and tenant."""
+    """Shows what a folder holds, by model and tenant."""
     with failing_in_one_line():
         kept = kv_files.kept_in(_folder(folder))
     if as_json:
@@ -54,7 +54,7 @@ def bound(
     size: Annotated[str, typer.Option(help="Most bytes that stay, as 5GiB; the least recently used leave.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Delete the least recently used blocks of a folder until it has at most so many bytes."""
+    """Deletes the least recently used blocks of a folder until it has at most so many bytes."""
     with failing_in_one_line():
         _told(kv_files.bound(_folder(folder), parse_memory(size)), as_json)
 
@@ -65,7 +65,7 @@ def clear(
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's blocks; default: all.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete the blocks of a folder, or of one tenant."""
+    """Deletes the blocks of a folder, or of one tenant."""
     with failing_in_one_line():
         _told(kv_files.clear(_folder(folder), tenant), as_json)
 

@@ -66,7 +66,7 @@ def evaluate(
         else:
             _print(scores, tasks)
         if plot is not None:
-            from farsight.services.commands.forecast_plot import write_plot
+            from farsight.predictor.metrics import write_plot
 
             write_plot(plot, forecasts, lens, found.tasks, scores)
             typer.echo(f"written: {plot}", err=True)

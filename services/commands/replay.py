@@ -14,7 +14,6 @@ import typer
 from farsight.core.config.engine import parse_memory
 from farsight.core.errors import ConfigError
 from farsight.services.commands.ask import JsonOption
-from farsight.services.commands.replay_report import report_page
 from farsight.services.commands.simulate import (
     ConfigOption,
     GpuOption,
@@ -33,6 +32,7 @@ from farsight.services.commands.simulate import (
 )
 from farsight.services.progress import progress_bar
 from farsight.services.words import counted
+from farsight.simulator.replay_report import report_page
 
 if TYPE_CHECKING:
     from rich.table import Table

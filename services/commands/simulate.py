@@ -198,7 +198,7 @@ def check_counts(given: Mapping[str, int | None]) -> None:
 
 
 def preset_names(flag: str, given: str) -> list[str]:
-    """The presets in a flag such as ``fcfs,fastserve``.
+    """Returns the presets in a flag such as ``fcfs,fastserve``.
 
     Raises:
         ConfigError: One does not exist, or stands there twice; names the flag.
@@ -325,7 +325,7 @@ def _scaled(experiment: Experiment, config: Path | None, max_replicas: int | Non
 def hardware(
     gpu: str | None, model: str | None, tensor_parallel: int | None, profile: Path | None
 ) -> tuple[LinearLatency | Roofline, int]:
-    """Step times of a replica, and its KV pool in tokens."""
+    """Returns step times of a replica, and its KV pool in tokens."""
     from farsight.simulator.cluster.latency import GPUS, MODELS, Roofline
     from farsight.simulator.experiment import Experiment, free_kv_tokens
 
@@ -431,7 +431,7 @@ def _compare(experiment: Experiment, presets: list[str], seeds: range, as_json: 
 
 
 def _title(experiment: Experiment, presets: str = "") -> str:
-    """The experiment in one line."""
+    """Returns the experiment in one line."""
     load = "" if experiment.rate is None else f", {experiment.rate:g} requests/s"
     load = load if experiment.clients is None else f", {counted(experiment.clients, 'client')}"
     replicas = counted(experiment.num_replicas, "replica")

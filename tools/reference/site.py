@@ -22,7 +22,7 @@ INDEX = "llms.txt"
 
 
 def vllm_flags_table() -> str:
-    """One row for each flag of vLLM that ``farsight serve`` takes under another name, or answers."""
+    """Returns one row for each flag of vLLM that ``farsight serve`` takes under another name, or answers."""
     serve = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     taken = {flag: each.opts[0] for each in serve.params for flag in each.opts[1:] if not flag.startswith("--no-")}
     rows = [f"| `{theirs}` | `{ours}`; this name is taken as well |" for theirs, ours in taken.items()]
@@ -36,7 +36,7 @@ def _answer(text: str) -> str:
 
 
 def llms_text(docs: Path) -> str:
-    """The index of the site's menu for programs that read it (llmstxt.org): each page with its first sentence."""
+    """Returns the index of the site's menu for programs (llmstxt.org): each page with its first sentence."""
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
     index = docs / "index.md"
     lines = [f"# {site['site_name']}", "", f"> {_summary(index)}"]

@@ -174,7 +174,7 @@ def _gemma3_rotaries(config: Fields, head_dim: int, windows: Windows) -> tuple[R
 
 
 def _gemma4(config: Fields) -> Mapping[str, Any]:
-    """The last layer attends to all tokens, whatever the pattern; embeddings of layers have the model's vocabulary."""
+    """Lets the last layer attend to all tokens; embeddings of layers have the model's vocabulary."""
     found: dict[str, Any] = {}
     if config["rope_parameters"] is None:
         found["rope_parameters"] = _GEMMA4_ROPE
@@ -213,7 +213,7 @@ def _gemma4_windows(config: Fields, num_layers: int) -> Windows:
 
 
 def _gemma4_shapes(config: Fields, num_layers: int) -> tuple[LayerShape, ...]:
-    """The last layers read keys and values of the last layer of their kind before them."""
+    """Returns the sizes of layers, of which the last read keys and values of the last of their kind before them."""
     windows, inner = _gemma4_windows(config, num_layers), config.size("intermediate_size")
     heads, kv_heads = config.size("num_attention_heads"), config.size("num_key_value_heads")
     one_key, shared = config.flag("attention_k_eq_v"), config["num_kv_shared_layers"]

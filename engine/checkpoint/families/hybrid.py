@@ -7,17 +7,15 @@ from typing import Any
 
 from farsight.engine.checkpoint.config_fields import Fields
 from farsight.engine.checkpoint.families.llama import COMMON
+from farsight.engine.checkpoint.families.mixers import DeltaNet, Mixer, ShortConvolution
 from farsight.engine.checkpoint.families.record import (
     NEW,
     Architecture,
     Biases,
     Blocks,
-    DeltaNet,
     Evidence,
     Experts,
     LayerShape,
-    Mixer,
-    ShortConvolution,
     TensorNames,
     chosen_experts,
 )
@@ -99,7 +97,7 @@ def _shapes(config: Fields, types: Any, kind: str, mixer: Mixer) -> tuple[LayerS
 
 
 def _lfm2(config: Fields) -> Mapping[str, Any]:
-    """The width of MLPs is made of another number, and some fields have older names."""
+    """Makes the width of MLPs of another number, and reads some fields by older names."""
     inner = config["block_ff_dim"] or config["intermediate_size"]
     found: dict[str, Any] = {"intermediate_size": inner}
     if config["tie_embedding"] is not None:
@@ -166,7 +164,7 @@ _LFM2_NAMES = TensorNames(
 
 
 def _qwen(config: Fields) -> Mapping[str, Any]:
-    """Tokens of text have one position, so that the axes of images do not matter."""
+    """Drops the axes of images: tokens of text have one position."""
     rope = config["rope_parameters"]
     if not isinstance(rope, dict):
         return {}

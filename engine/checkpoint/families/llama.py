@@ -41,7 +41,7 @@ def _qwen_windows(config: Fields, num_layers: int) -> Windows:
 
 
 def _turned_layers(config: Fields, num_layers: int) -> list[bool]:
-    """The layers of SmolLM3 that turn queries and keys."""
+    """Returns the layers of SmolLM3 that turn queries and keys."""
     given = config["no_rope_layers"]
     if given is None:
         interval = config.size("no_rope_layer_interval")

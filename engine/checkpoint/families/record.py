@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from farsight.engine.checkpoint.config_fields import Fields
+from farsight.engine.checkpoint.families.mixers import Mixer
 from farsight.engine.checkpoint.rotary_config import RotaryConfig
 
 
@@ -104,82 +105,6 @@ class Latent:
     def width(self) -> int:
         """Values of the row that the KV pool holds of a token."""
         return self.rank + self.turned
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvolution:
-    """A gated convolution over the last tokens, in place of attention (LFM2).
-
-    Attributes:
-        length: Tokens that an output reads, its own included; the state of a sequence is one less.
-        channels: Values of a row that is convolved.
-        bias: Whether its linear layers and the convolution have a bias.
-    """
-
-    length: int
-    channels: int
-    bias: bool = False
-
-    @property
-    def convolved(self) -> int:
-        """Channels of the convolution."""
-        return self.channels
-
-    @property
-    def state_size(self) -> int:
-        """Values of a sequence's state."""
-        return (self.length - 1) * self.channels
-
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """Outputs of the layer's first matrix: the gate of the inputs, that of the outputs, and the inputs."""
-        return (self.channels,) * 3
-
-    @property
-    def mixed(self) -> int:
-        """Inputs of the layer's last matrix."""
-        return self.channels
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNet:
-    """The gated delta rule in place of attention (arXiv:2412.06464): a matrix a head, which each token changes.
-
-    Attributes:
-        length: Tokens that the convolution before it reads, the own one included.
-        key_heads, value_heads: Heads; so many value heads in a row share a head of queries and keys.
-        key, value: Values of a key and of a value.
-    """
-
-    length: int
-    key_heads: int
-    value_heads: int
-    key: int
-    value: int
-
-    @property
-    def convolved(self) -> int:
-        """Channels of the convolution: queries, keys, values."""
-        return 2 * self.key_heads * self.key + self.mixed
-
-    @property
-    def state_size(self) -> int:
-        """Values of a sequence's state: rows of the convolution, then ``[value_heads, key, value]``."""
-        return (self.length - 1) * self.convolved + self.value_heads * self.key * self.value
-
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """Outputs of the layer's first matrix: what is convolved, gates of the values, strengths, decays."""
-        return self.convolved, self.mixed, self.value_heads, self.value_heads
-
-    @property
-    def mixed(self) -> int:
-        """Inputs of the layer's last matrix."""
-        return self.value_heads * self.value
-
-
-Mixer = ShortConvolution | DeltaNet
-"""What a layer has in place of attention: a state of each sequence, in float32, that its tokens change in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,8 +267,8 @@ class TensorNames:
         all_inputs: What gives every layer inputs of its own: embedding, projection of the others, and its norm.
         inputs: What a layer makes of them: gate, projection, and norm.
         layer_scale: The number that a layer multiplies the stream with.
-        beside: Of experts beside an MLP: scales of the router's input and of each expert; norms before the experts,
-            behind the MLP, and behind the experts.
+        beside: What experts beside an MLP have: scales of the router's input and of each expert; norms before them,
+            behind the MLP, and behind them.
         further_layers: Checkpoints have layers behind the last one, which guess further tokens; they are not read.
     """
 
@@ -412,7 +337,7 @@ class TensorNames:
         return not (self.transposed or self.grouped or self.interleaved)
 
     def layer(self, index: int) -> str:
-        """Prefix of the names of a layer's tensors."""
+        """Returns the prefix of the names of a layer's tensors."""
         return f"{self.layers}.{index}."
 
 
@@ -452,7 +377,7 @@ def full_attention(config: Fields, num_layers: int) -> Windows:
 
 
 def nothing_derived(config: Fields) -> Mapping[str, Any]:
-    """The configuration says everything by itself."""
+    """Derives nothing: the configuration says everything by itself."""
     return {}
 
 
@@ -497,7 +422,7 @@ class Architecture:
 
 
 def of_config(value: T | Callable[[Fields], T], config: Fields) -> T:
-    """A value of a record that may depend on the configuration."""
+    """Returns a value of a record that may depend on the configuration."""
     return value(config) if callable(value) else value
 
 
@@ -507,7 +432,7 @@ def same_window(config: Fields, num_layers: int) -> Windows:
 
 
 def windows_by_type(config: Fields, num_layers: int, types: list[str], window: int | None) -> Windows:
-    """The window on layers of ``layer_types`` that slide; ``types`` where there is no such field."""
+    """Returns the window on layers of ``layer_types`` that slide; ``types`` where there is no such field."""
     given = types if config["layer_types"] is None else config["layer_types"]
     allowed: dict[str, int | None] = {"full_attention": None}
     if window is not None:

@@ -220,7 +220,7 @@ TEXTS: Mapping[str, TextFamily] = {
 
 
 def seeing_name(raw: Mapping[str, Any]) -> str | None:
-    """The family of a configuration that sees; None for any other.
+    """Returns the family of a configuration that sees; None for any other.
 
     Qwen-VL's configuration has the name of its text model, Qwen 1, and the object ``visual`` beside.
     """

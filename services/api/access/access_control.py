@@ -94,7 +94,7 @@ def access_settings(
     loopback_host: str = "",
     behind_haproxy: bool = False,
 ) -> AccessSettings:
-    """The settings from the configuration and the environment.
+    """Returns the settings from the configuration and the environment.
 
     Args:
         loopback_host: Address of a server that is known to listen on the loopback interface alone; else empty.

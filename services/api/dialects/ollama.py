@@ -346,7 +346,7 @@ class ModelFacts:
 
     Attributes:
         family: Its architecture; empty where it is unknown.
-        num_bytes: Of its weights.
+        num_bytes: Bytes of its weights.
         digest: Names these files: hexadecimal.
         modified_at: RFC 3339.
         info: Numbers and names of its configuration.

@@ -64,7 +64,7 @@ def merge_expositions(texts: Mapping[str, str], *, open_metrics: bool = False) -
 
     Counters and histograms of the same name and labels are summed, so a scraper sees one series for all ingress
     processes. Metrics of other types keep each value, with the label ``piece_host`` where two processes expose the same
-    series. ``python_*``, ``process_*`` and the creation times of summed series are left out. Of several exemplars of
+    series. ``python_*``, ``process_*`` and the creation times of summed series are left out. From several exemplars of
     one series the latest stays.
 
     Args:

@@ -74,7 +74,7 @@ def alone(runner: ModelRunner) -> list[Tensor]:
 
 
 def together(runner: ModelRunner, seed: int) -> list[Tensor]:
-    """The same in steps of any sequences and any of their tokens; some lose what they have and begin anew."""
+    """The same in steps of any sequences and any of their tokens; some lose what they have and begin again."""
     rng, driver = random.Random(seed), Driver(runner, seed)
     tokens = dict(enumerate(sequences()))
     for i, each in tokens.items():

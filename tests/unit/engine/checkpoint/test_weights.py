@@ -16,10 +16,11 @@ from torch import Tensor
 
 from farsight.core.errors import InvalidValueError
 from farsight.engine.checkpoint import sources
+from farsight.engine.checkpoint.dtypes import parse_dtype
 from farsight.engine.checkpoint.model_config import load_model_config
 from farsight.engine.checkpoint.names import num_parameters
 from farsight.engine.checkpoint.sources import SMALL, threads_for
-from farsight.engine.checkpoint.weights import CheckpointError, Linear, ModelWeights, load_weights, parse_dtype
+from farsight.engine.checkpoint.weights import CheckpointError, Linear, ModelWeights, load_weights
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.models import quantize
 from tests.unit.engine.families.shapes import FAMILIES

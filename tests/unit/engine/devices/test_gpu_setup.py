@@ -23,8 +23,8 @@ from farsight.engine.attention.choice import gpu_attention
 from farsight.engine.attention.layout import StepSizes
 from farsight.engine.attention.torch_attention import TorchAttention
 from farsight.engine.build import build_worker
+from farsight.engine.checkpoint.dtypes import parse_dtype
 from farsight.engine.checkpoint.model_config import load_model_config
-from farsight.engine.checkpoint.weights import parse_dtype
 from farsight.engine.devices import model_device
 from farsight.engine.devices.model_device import RECORDING_BYTES, load_gpu_device
 from farsight.engine.kv_pool import KVPool
