@@ -150,10 +150,10 @@ def _one_sequence(rows: Tensor, mixer: Mixer, weights: MixerWeights, state: Tens
     kept = (mixer.length - 1) * mixer.convolved
     window = state[:kept].view(mixer.length - 1, mixer.convolved)
     if isinstance(mixer, ShortConvolution):
-        before, behind, value = torch.split(rows, mixer.outputs, 1)
+        before, behind, value = torch.split(rows, list(mixer.outputs), 1)
         mixed: Tensor = behind * _convolved(before * value, window, weights)
         return mixed
-    convolved, gate, strength, decay = torch.split(rows, mixer.outputs, 1)
+    convolved, gate, strength, decay = torch.split(rows, list(mixer.outputs), 1)
     ready = F.silu(_convolved(convolved, window, weights))
     memory = state[kept:].view(mixer.value_heads, mixer.key, mixer.value)
     found = _delta(ready, strength.sigmoid(), decay, mixer, weights, memory)

@@ -1,5 +1,7 @@
 """Tools, responses, messages and Ollama's API over HTTP, on the embedded model."""
 
+# Fields of Ollama's client may all be None by their types: what comes is asserted instead.
+# mypy: disable-error-code="union-attr,operator,arg-type,misc"
 from __future__ import annotations
 
 import json

@@ -24,7 +24,8 @@ from farsight.engine.checkpoint.model_config import load_model_config
 from farsight.engine.checkpoint.weights import load_weights
 from farsight.engine.kv_pool import KVPool
 from farsight.engine.native.library import COMPILE_FLAGS
-from farsight.engine.native.model import NativeBackend, _Layer
+from farsight.engine.native.model import NativeBackend
+from farsight.engine.native.structures import _Layer
 from farsight.engine.steps.backends import TorchBackend
 from farsight.engine.steps.model_runner import ModelRunner
 from tests.unit.engine.driver import Driver
