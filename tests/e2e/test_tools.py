@@ -157,7 +157,7 @@ def test_the_ollama_package(base_url: str, model_name: str, client: openai.OpenA
     said = [{"role": "system", "content": UPPER}, {"role": "user", "content": "hello"}]
     whole = local.chat(model_name, said, options={"temperature": 0})
     lines = list(local.chat(f"{model_name}:latest", said, options={"temperature": 0}, stream=True))
-    same = client.chat.completions.create(model=model_name, messages=said, temperature=0)  # type: ignore[arg-type]
+    same = client.chat.completions.create(model=model_name, messages=said, temperature=0)
     assert whole.message.content == same.choices[0].message.content == "".join(line.message.content for line in lines)
     assert same.usage is not None
     counts = (same.usage.prompt_tokens, same.usage.completion_tokens)
