@@ -104,6 +104,8 @@ TOLD_BY_THE_TIME_OF_DAY = (
     "time.time() - time.monotonic()",
     "time.time() - process.create_time()",  # how long a server has been up, in a list
     "time.time() - card['created']",
+    "time.time() - about.st_mtime > _LEFT_BEHIND_S",  # of a file, which has no other clock
+    "time.time() - about.st_mtime",
 )
 
 

@@ -19,7 +19,7 @@ from tests.command_line import CliRunner, Result
 
 CONFIG_KEYS = """
 batch block_size clients farsight_version host_kv_tokens kv_tokens latency max_batch_tokens max_num_seqs num_replicas
-num_requests offload_hop_s placement predictor preset rate scheduler seed sla watermark workload
+num_requests offload_hop_s placement predictor preset rate scaling scheduler seed sla watermark workload
 """
 
 
