@@ -32,7 +32,6 @@ from farsight.services.commands.simulate import (
 )
 from farsight.services.progress import progress_bar
 from farsight.services.words import counted
-from farsight.simulator.replay_report import report_page
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -189,6 +188,8 @@ def _replay_trace(
         results = replay(settings, traffic, progress=told)
     report = to_dict(settings, traffic, results)
     if page is not None:
+        from farsight.simulator.replay_report import report_page
+
         page.write_text(report_page(report, _title(settings, traffic, given)), "utf-8")
         typer.echo(f"written: {page}", err=True)
     if as_json:
