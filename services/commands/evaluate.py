@@ -12,13 +12,14 @@ import typer
 from farsight.core.errors import ConfigError
 from farsight.services.commands.ask import JsonOption
 from farsight.services.commands.train import (
+    FLAGS,
     DataArgument,
     DeviceOption,
     StrictOption,
     TokenizerOption,
-    one_line_errors,
     report_rejected,
 )
+from farsight.services.one_line_errors import failing_by_flag
 from farsight.services.progress import hide_downloads, progress_bar
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a predictor of output lengths: errors, ranking, and calibration of its quantiles."""
-    with one_line_errors():
+    with failing_by_flag(FLAGS):
         if plot is not None:
             _check_plot(plot)
         if as_json:

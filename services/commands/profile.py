@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from farsight.core.config.engine import EngineConfig
-from farsight.core.errors import ConfigError, FarsightError
+from farsight.core.errors import ConfigError
 from farsight.core.processors import compute_threads, usable_processors
 from farsight.services.commands.ask import JsonOption
-from farsight.services.one_line_errors import naming_flags
+from farsight.services.one_line_errors import failing_by_flag, naming_flags
 from farsight.services.progress import hide_downloads, progress_bar, share_bar
 
 if TYPE_CHECKING:
@@ -42,16 +42,11 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Measure step times on this machine, for `farsight simulate --profile`."""
-    try:
+    with failing_by_flag():
         given: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "num_threads": threads}
         with naming_flags({"engine": given}):
             engine = EngineConfig(**given, prefix_cache=False)
         _profile(out, model, dtype, engine, rounds, as_json)
-    except (FarsightError, OSError) as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
 
 
 def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rounds: int, as_json: bool) -> None:
