@@ -15,13 +15,13 @@ from farsight.policies.replica.scheduler import SchedulerLimits
 from farsight.policies.settings import PolicySettings
 from farsight.simulator.cluster.fleet import Fleet, FleetShape
 from farsight.simulator.cluster.latency import LatencyModel, PipelineLatency, Roofline
-from farsight.simulator.cluster.padded import padded_fleet
 from farsight.simulator.cluster.records import Recorder
 from farsight.simulator.cluster.replica import ReplicaShape
 from farsight.simulator.traffic.arrivals import Gamma
 from farsight.simulator.traffic.lengths import LengthPair, ZipfLengths
 from farsight.simulator.traffic.workload import SimRequest
 from farsight.simulator.traffic.workloads import draw
+from lab.reproduce.padded import padded_fleet
 from lab.reproduce.rows import ARTIFACT, FIXED_QUANTUM
 
 BLOCK_SIZE = 16

@@ -15,7 +15,6 @@ from farsight.policies.fleet.scheduler import GlobalScheduler
 from farsight.policies.placement.base import Placement, RoundRobin
 from farsight.policies.placement.e2 import E2Router
 from farsight.policies.placement.e2_profiles import from_step_cost
-from farsight.policies.placement.oracle_partition import OraclePartition
 from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from farsight.policies.settings import PolicySettings
 from farsight.simulator.cluster.fleet import Fleet, FleetShape
@@ -33,6 +32,7 @@ from farsight.simulator.traffic.prefixes import (
     prefix_workload,
 )
 from farsight.simulator.traffic.workload import SimRequest
+from lab.reproduce.preble.oracle_partition import OraclePartition
 from lab.reproduce.rows import UNBOUND, Draws
 
 BLOCK = 64
