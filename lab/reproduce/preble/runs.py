@@ -14,7 +14,7 @@ from farsight.policies.compose import build_scheduler
 from farsight.policies.fleet.scheduler import GlobalScheduler
 from farsight.policies.placement.base import Placement, RoundRobin
 from farsight.policies.placement.e2 import E2Router
-from farsight.policies.placement.e2_profiles import from_step_cost
+from farsight.policies.placement.load_cost import from_step_cost
 from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from farsight.policies.settings import PolicySettings
 from farsight.simulator.cluster.fleet import Fleet, FleetShape
