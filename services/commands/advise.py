@@ -29,10 +29,9 @@ from farsight.services.commands.simulate import (
     hardware,
     preset_names,
     say_if_pictures_cost_nothing,
-    wide_console,
 )
 from farsight.services.one_line_errors import failing_by_flag
-from farsight.services.progress import progress_bar
+from farsight.services.progress import progress_bar, wide_console
 from farsight.services.words import counted
 
 if TYPE_CHECKING:

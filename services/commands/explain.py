@@ -22,6 +22,7 @@ from farsight.services.commands.simulate import (
     check_counts,
 )
 from farsight.services.one_line_errors import failing_in_one_line
+from farsight.services.progress import wide_console
 from farsight.services.server_address import HostOption, PortOption, UrlOption, address_of
 from farsight.services.words import counted
 
@@ -166,11 +167,7 @@ def _what_if(url: str, found: dict[str, Any], change: str, api_key: str | None) 
 
 def print_explanation(found: dict[str, Any]) -> None:
     """Prints an ``Explanation``, as JSON has it: a timeline for each choice."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = wide_console(highlight=False)
     for choice in found["choices"]:
         if len(found["choices"]) > 1:
             console.print(f"[bold]choice {choice['index']}[/bold]")

@@ -12,12 +12,10 @@ import typer
 from farsight.core.errors import ConfigError
 from farsight.services.commands.ask import JsonOption
 from farsight.services.one_line_errors import failing_by_flag
-from farsight.services.progress import progress_bar
+from farsight.services.progress import progress_bar, wide_console
 from farsight.services.words import counted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from farsight.simulator.cluster.latency import LatencyModel, LinearLatency, Roofline
     from farsight.simulator.experiment import Experiment
     from farsight.simulator.traffic.workload import Workload
@@ -417,13 +415,3 @@ def _title(experiment: Experiment, presets: str = "") -> str:
     load = load if experiment.clients is None else f", {counted(experiment.clients, 'client')}"
     replicas = counted(experiment.num_replicas, "replica")
     return f"{presets or experiment.preset}: {experiment.workload}{load}, {replicas}"
-
-
-def wide_console() -> Console:
-    """A console for tables; a pipe has no width, so it gets one that avoids cut cells."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200
-    return console
