@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -12,16 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.common.streams import streams_midway
-from farsight.engine.checkpoint.model_config import load_model_config
-from farsight.services.launch.launch import EMBEDDED_MODEL
 from tests.e2e.server import LONG_S, Server
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 USER = {"role": "user", "content": "hello"}
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]}
-NUM_TOKENS = 400
 TOOL_WITHOUT_NAME = {"type": "function", "function": {}}
 
 
@@ -103,32 +98,3 @@ def test_a_hostile_body_is_cut_off(server: Server, http: httpx.Client, body: byt
         status = int(reply.split()[1]) if reply else 0
     assert status in statuses
     assert http.get("/health").status_code == 200
-
-
-def test_a_request_that_forbids_every_token_harms_no_other(server: Server, model_name: str) -> None:
-    """Streams that run meanwhile get the tokens that they get alone, drawn and greedy."""
-    vocab_size = load_model_config(EMBEDDED_MODEL).vocab_size
-    hostile = {"model": model_name, "prompt": "hello", "min_tokens": 1, "stop_token_ids": list(range(vocab_size))}
-    ways: list[dict[str, Any]] = [{"stream": True}, {"n": 3}, {"temperature": 0, "logprobs": 5}, {"max_tokens": 1}]
-
-    async def outcomes(beside: bool) -> list[Any]:
-        async with streams_midway(server.base_url, 4, NUM_TOKENS) as streams:
-            for way in ways * 3 if beside else []:
-                async with streams.session.post(COMPLETIONS, json=hostile | way) as reply:
-                    assert reply.status == 400, await reply.text()
-                    error = (await reply.json())["error"]
-                assert (error["type"], error["code"]) == ("invalid_request_error", "no_token_possible")
-                assert "min_tokens = 1 forbids every token" in error["message"]
-            return [stream.outcome for stream in await streams.finish()]
-
-    alone = asyncio.run(outcomes(beside=False))
-    assert [(reasons, errors, num_tokens) for _, reasons, errors, num_tokens, _ in alone] == [
-        (["length"], [], NUM_TOKENS)
-    ] * 4
-    assert asyncio.run(outcomes(beside=True)) == alone
-    server.wait_idle()
-
-
-def test_unknown_address_and_wrong_method(http: httpx.Client) -> None:
-    _check(http.get("/v1/nothing"), 404, None)
-    _check(http.get(COMPLETIONS), 405, None)
