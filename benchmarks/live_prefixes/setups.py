@@ -30,8 +30,7 @@ from farsight.simulator.traffic.traces import find_data, read_trace
 from farsight.simulator.traffic.workload import SimRequest
 from farsight.simulator.traffic.workloads import retime
 from lab.reproduce.placements import REASONING
-from lab.reproduce.preble.oracle_partition import OraclePartition
-from lab.reproduce.preble.runs import A6000_TOKENS, MISTRAL_7B_A6000
+from lab.reproduce.preble.runs import A6000_TOKENS, MISTRAL_7B_A6000, OraclePartition
 
 BLOCK = 64
 SEATS = 128

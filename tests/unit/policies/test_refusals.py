@@ -30,7 +30,7 @@ from farsight.policies.placement.e2 import E2Router
 from farsight.policies.placement.e2_forecast import E2Forecast
 from farsight.policies.replica.planner import StepBudget
 from farsight.policies.settings import MlfqRules
-from lab.reproduce.preble.oracle_partition import OraclePartition
+from lab.reproduce.preble.runs import OraclePartition
 from tests.unit.policies.e2_driver import LINEAR
 from tests.unit.policies.mlfq_server import UNIT_COST, unit_mlfq
 

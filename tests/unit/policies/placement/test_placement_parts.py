@@ -16,7 +16,7 @@ from farsight.policies.placement.load_cost import LoadWindow, Regressions
 from farsight.policies.placement.prefix_tree import PrefixNode
 from farsight.policies.placement.replica_slots import ReplicaSlots, bits, is_single
 from farsight.policies.placement.residual_work import RequestLengths, ResidualWork
-from lab.reproduce.preble.oracle_partition import OraclePartition
+from lab.reproduce.preble.runs import OraclePartition
 from tests.unit.policies.plain_work import PlainRequest, PlainWork
 
 REQUEST = Request("r", 0, "i", (1,), SamplingParams(1))
