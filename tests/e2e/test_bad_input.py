@@ -16,7 +16,6 @@ from tests.e2e.server import LONG_S, Server
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 USER = {"role": "user", "content": "hello"}
-IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]}
 TOOL_WITHOUT_NAME = {"type": "function", "function": {}}
 
 
@@ -42,16 +41,9 @@ def _check(response: httpx.Response, status: int, param: str | None) -> None:
     ("path", "change", "status", "param"),
     [
         (COMPLETIONS, {"prompt": "hello " * 5000}, 400, "prompt"),
-        (COMPLETIONS, {"prompt": [5] * 1000, "max_tokens": 25}, 400, "max_tokens"),
-        (COMPLETIONS, {"prompt": [10**9]}, 400, "prompt[0]"),
         (COMPLETIONS, {"model": "no-such-model"}, 404, "model"),
-        (COMPLETIONS, {"max_tokens": "5"}, 400, "max_tokens"),
         (COMPLETIONS, {"temperature": float("nan")}, 400, "temperature"),
-        (COMPLETIONS, {"max_tokenz": 3}, 400, "max_tokenz"),
-        (CHAT, {"messages": [IMAGE]}, 400, "messages[0].content[0].type"),
         (CHAT, {"tools": [TOOL_WITHOUT_NAME]}, 400, "tools[0].function.name"),
-        (CHAT, {"response_format": {"type": "xml"}}, 400, "response_format.type"),
-        (CHAT, {"model": "no-such-model"}, 404, "model"),
     ],
 )
 def test_refused_field(
@@ -69,12 +61,10 @@ def test_refused_field(
     [
         (b"", 400),
         (b'{"model": ', 400),
-        (b"[]", 400),
-        (b'{"model": "\xff\xfe"}', 400),
         (b"[" * 100_000, 400),
         (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413),
     ],
-    ids=["empty", "cut short", "a list", "not UTF-8", "deeply nested", "10 MB"],
+    ids=["empty", "cut short", "deeply nested", "10 MB"],
 )
 def test_refused_body(http: httpx.Client, path: str, content: bytes, status: int) -> None:
     _check(http.post(path, content=content, headers={"content-type": "application/json"}), status, None)
