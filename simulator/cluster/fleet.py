@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
+from farsight.core.errors import InvalidValueError
 from farsight.core.messages.plans import FinishedSequence, StartedRequest
 from farsight.core.messages.requests import Key
 from farsight.core.request import Request
@@ -153,6 +154,10 @@ class FleetShape:
     image_cache_tokens: int = 32_768
     scaling: Scaling | None = None
     kind: type[Replica] = Replica
+
+    def __post_init__(self) -> None:
+        if self.replica.num_stages > 1 and self.kind is Replica:
+            raise InvalidValueError("kind", self.kind.__name__, "a kind with several batches in flight")
 
 
 class _Due(Enum):

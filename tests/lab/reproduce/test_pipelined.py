@@ -110,6 +110,8 @@ def test_a_batch_takes_all_stages_and_costs_one_interval() -> None:
 def test_stages_of_padded_batches_are_refused(num_stages: int) -> None:
     with pytest.raises(InvalidValueError, match="num_stages"):
         ReplicaShape(100, execution="static", num_stages=num_stages)
+    with pytest.raises(InvalidValueError, match="kind: got 'Replica'"):
+        FleetShape(ReplicaShape(100, num_stages=2), TWO_STAGES)
 
 
 GPT_3 = Roofline(GPUS["a100-40g"], MODELS["gpt-3-175b"], tensor_parallel=8, pipeline_parallel=2)
