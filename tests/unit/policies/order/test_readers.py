@@ -10,10 +10,11 @@ import pytest
 from farsight.core.costs import StepCost, priced_rows
 from farsight.core.forecast import Forecast
 from farsight.policies.interfaces import Job
-from farsight.policies.lengths.accuracy import LEAST_ENDS, PairAccuracy
+from farsight.policies.lengths.accuracy import LEAST_ENDS as LEAST_PAIRS
+from farsight.policies.lengths.accuracy import PairAccuracy
 from farsight.policies.order.gittins import DecodePrice
 from farsight.policies.order.readers import ReadersFirst
-from farsight.policies.order.shadow import LEAST_ARRIVALS, ShadowFcfs
+from farsight.policies.order.shadow import LEAST_ENDS, ShadowFcfs
 from farsight.simulator.experiment import Experiment, make_arrivals
 from farsight.simulator.run import run
 
@@ -124,12 +125,12 @@ def test_a_reader_who_waited_is_not_owed_what_he_missed() -> None:
 
 def test_lengths_that_are_not_predicted_leave_the_order_of_arrival() -> None:
     accuracy = PairAccuracy()
-    for number in range(LEAST_ENDS):
+    for number in range(LEAST_PAIRS):
         assert accuracy.share is None
         accuracy.observe(float(number % 7), float(-(number % 7)))
     assert accuracy.share == 0.0, "pairs of equal works do not count"
     order = order_of()
-    for number in range(LEAST_ENDS):
+    for number in range(LEAST_PAIRS):
         ended = job(str(number), 200.0 if number % 2 else 10.0, output_len=10 if number % 2 else 200)
         order.learn(ended, censored=False)
     old, young = job("old", 250.0, 0.0), job("young", 1.0, 1.0)
@@ -139,21 +140,26 @@ def test_lengths_that_are_not_predicted_leave_the_order_of_arrival() -> None:
     assert names(order, 1.0) == ["old", "young"]
 
 
-def test_the_shadow_guards_the_slowest_and_counts_who_ends_behind() -> None:
-    shadow = ShadowFcfs()
-    for number in range(LEAST_ARRIVALS + 8):
-        shadow.arrived(str(number), found_s=1.0, stay_s=1.0)
-    assert shadow.guard_s == pytest.approx(2.0)
-    shadow.arrived("late", 1.0, 1.0)
-    shadow.arrived("early", 1.0, 1.0)
-    shadow.arrived("gone", 1.0, 1.0)
-    shadow.ended("late", 5.0)
-    shadow.ended("early", 0.5)
+def test_the_shadow_shares_each_step_and_counts_who_ends_behind_its_guard() -> None:
+    shadow = ShadowFcfs(StepCost(0.01, 0.1, 0.01, 0.0), places=2)
+    for name in ("a", "b", "c", "gone"):
+        shadow.arrived(name, 1, 1, 0.0)
     shadow.left("gone")
-    shadow.ended("gone", 9.0)
+    shadow.ended("a", 10, 0.4, 0.4)  # two prompts of 0.1 s, ten steps of 0.03 s: 0.5 s
+    shadow.ended("b", 20, 0.8, 0.8)  # and the prompt of c, which waited for a place, and ten steps: 0.9 s
+    shadow.ended("c", 15, 1.2, 1.2)  # ten steps beside b, five of 0.02 s: 1.0 s
+    shadow.arrived("d", 1, 1, 9.0)
     tally = shadow.tally
-    assert (tally.num_ended, tally.num_violations) == (2, 1)
-    assert (tally.earlier_s, tally.later_s) == pytest.approx((1.5, 3.0))
+    assert (tally.num_ended, tally.num_violations) == (3, 0)
+    assert (tally.earlier_s, tally.later_s) == pytest.approx((0.2, 0.2))
+    shadow.left("d")
+    for number in range(LEAST_ENDS + 8):
+        shadow.arrived(str(number), 1, 1, 10.0 + number)
+        shadow.ended(str(number), 10, 0.3, 10.3 + number)
+    assert shadow.guard_s == pytest.approx(1.0, rel=0.1), "the slowest of them"
+    shadow.arrived("late", 1, 1, 100.0)
+    shadow.ended("late", 10, 5.0, 105.0)
+    assert shadow.tally.num_violations == 1
 
 
 def test_where_kv_is_short_what_has_kv_goes_before_what_has_none() -> None:
