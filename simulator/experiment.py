@@ -12,6 +12,7 @@ import numpy as np
 
 from farsight.core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
 from farsight.core.errors import InvalidValueError
+from farsight.kvcache.checkpoints import state_spacing
 from farsight.policies.compose import check_scheduler
 from farsight.simulator import predictors
 from farsight.simulator.cluster.fleet import Scaling
@@ -186,6 +187,14 @@ def num_states(experiment: Experiment) -> int:
     return NUM_STATES if isinstance(latency, Roofline) and latency.model.state_bytes else 0
 
 
+def spacing_of_states(experiment: Experiment) -> int:
+    """Tokens between two kept states of a prompt; 0 for a model of attention alone."""
+    latency = experiment.latency
+    if not isinstance(latency, Roofline) or not latency.model.state_bytes:
+        return 0
+    return state_spacing(latency.model.state_bytes, latency.model.kv_bytes, experiment.block_size)
+
+
 def free_kv_tokens(latency: Roofline) -> int:
     """KV tokens that fit into a replica's GPUs beside the weights, and the states of a model that has some.
 
@@ -194,7 +203,7 @@ def free_kv_tokens(latency: Roofline) -> int:
     """
     gpu, model, num_gpus = latency.gpu, latency.model, latency.tensor_parallel * latency.pipeline_parallel
     weights = 2 * model.num_params
-    free = MEMORY_SHARE * gpu.memory_bytes * num_gpus - weights - NUM_STATES * model.state_bytes
+    free = MEMORY_SHARE * gpu.memory_bytes * num_gpus - weights - 2 * NUM_STATES * model.state_bytes  # own and kept
     if free < model.kv_bytes:
         room = f"{MEMORY_SHARE * gpu.memory_bytes * num_gpus / 1e9:.0f} GB"
         expected = f"weights below the {room} that {num_gpus} x {gpu.name} have for them, not {weights / 1e9:.0f} GB"

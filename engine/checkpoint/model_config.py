@@ -137,6 +137,11 @@ class DecoderConfig:
         """Values of a sequence's states in all layers, each of 4 bytes; 0 for a model of attention alone."""
         return sum(mixer.state_size for _, mixer in self.mixers)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's states in all layers."""
+        return 4 * self.state_size
+
     def mixture(self, layer: int) -> Experts | None:
         """The experts of a layer; None where it has a plain MLP."""
         return self.experts if self.experts is not None and self.experts.layers[layer] else None

@@ -133,6 +133,8 @@ struct FsStep {
   const int32_t* tables;       // [items, width]
   int32_t width;
   const int32_t* state_rows;   // [items], or none
+  const int32_t* state_keeps;  // [keeps, 3], ascending: item, its rows behind which its state is kept, in which row
+  int32_t num_keeps;
   const int64_t* sample_rows;  // ascending
   float* logits;               // [samples, vocab]
   int64_t* best;               // [samples]

@@ -125,6 +125,7 @@ class ModelRunner(Runner):
         kv_dtype: str = "auto",
         progress: Progress | None = None,
         num_states: int = 0,
+        num_checkpoints: int = 0,
     ) -> ModelRunner:
         """Loads the checkpoint in ``model_dir``, with a pool of ``num_blocks`` blocks.
 
@@ -138,7 +139,7 @@ class ModelRunner(Runner):
             num_threads: As in ``make_backend``.
             kv_dtype: As ``engine.kv_dtype``.
             progress: As in ``load_weights``.
-            num_states: As in ``KVPool``.
+            num_states, num_checkpoints: As in ``KVPool``.
 
         Raises:
             InvalidValueError: The checkpoint cannot be used; names the reason.
@@ -149,7 +150,14 @@ class ModelRunner(Runner):
         if bits:
             weights = quantize_weights(weights, bits)
         kind = pool_dtype(kv_dtype, dtype)
-        pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=kind, num_states=num_states)
+        pool = KVPool(
+            config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=kind,
+            num_states=num_states,
+            num_checkpoints=num_checkpoints,
+        )
         max_model_len = min(resolve_max_model_len(config, context_len), pool.num_slots)
         steps = make_backend(backend, config, weights, pool, max_model_len, num_threads)
         if found and not bits and isinstance(steps, NativeBackend):
