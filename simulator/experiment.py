@@ -180,6 +180,9 @@ PREDICTORS: dict[str, Callable[[Experiment], PredictLengths]] = {
 NUM_STATES = 512
 """Sequences of a replica that may have a state beside their keys and values at once, as a server has for 256 a step."""
 
+KEPT_STATES = 128
+"""States of prefixes that a replica keeps beside these."""
+
 
 def num_states(experiment: Experiment) -> int:
     """Sequences that may have a state at once; 0 for a model of attention alone."""
@@ -203,7 +206,7 @@ def free_kv_tokens(latency: Roofline) -> int:
     """
     gpu, model, num_gpus = latency.gpu, latency.model, latency.tensor_parallel * latency.pipeline_parallel
     weights = 2 * model.num_params
-    free = MEMORY_SHARE * gpu.memory_bytes * num_gpus - weights - 2 * NUM_STATES * model.state_bytes  # own and kept
+    free = MEMORY_SHARE * gpu.memory_bytes * num_gpus - weights - (NUM_STATES + KEPT_STATES) * model.state_bytes
     if free < model.kv_bytes:
         room = f"{MEMORY_SHARE * gpu.memory_bytes * num_gpus / 1e9:.0f} GB"
         expected = f"weights below the {room} that {num_gpus} x {gpu.name} have for them, not {weights / 1e9:.0f} GB"

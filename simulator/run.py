@@ -26,7 +26,7 @@ from farsight.simulator.cluster.fleet import Fleet, FleetShape, Source
 from farsight.simulator.cluster.memory_below import NOTHING_BELOW, MemoryBelow
 from farsight.simulator.cluster.records import Record, Recorder, Timeline
 from farsight.simulator.cluster.replica import ReplicaShape
-from farsight.simulator.experiment import Experiment, num_states, spacing_of_states
+from farsight.simulator.experiment import KEPT_STATES, Experiment, num_states, spacing_of_states
 from farsight.simulator.summary import Summary, summarize
 from farsight.simulator.traffic.workload import SimRequest, Workload
 
@@ -114,6 +114,7 @@ def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
         block_size=experiment.block_size,
         num_host_blocks=0 if states else experiment.host_kv_tokens // experiment.block_size,
         num_states=states,
+        kept_states=KEPT_STATES if states else 0,
         state_spacing=spacing_of_states(experiment),
         max_num_seqs=experiment.max_num_seqs,
         max_batch_tokens=experiment.max_batch_tokens,

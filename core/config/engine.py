@@ -10,7 +10,7 @@ from farsight.core.errors import ConfigError, InvalidValueError, require
 
 TOOL_FORMATS = (
     *("auto", "hermes", "llama3", "mistral", "mistral-args", "granite", "deepseek-v3", "deepseek-v3.1", "harmony"),
-    "pythonic",
+    *("qwen3-coder", "glm4.5", "gemma4", "lfm2", "pythonic"),
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

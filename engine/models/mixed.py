@@ -197,7 +197,8 @@ def _delta(
     keys = mixer.key_heads * mixer.key
     query, key, value = torch.split(ready, [keys, keys, mixer.mixed], 1)
     shared = mixer.value_heads // mixer.key_heads
-    query, key = (_unit(each.view(len(ready), -1, mixer.key)).repeat_interleave(shared, 1) for each in (query, key))
+    heads = (_unit(each.view(len(ready), -1, mixer.key)) for each in (query, key))
+    query, key = (each.repeat(1, shared, 1) if mixer.tiled else each.repeat_interleave(shared, 1) for each in heads)
     query, value = query * mixer.key**-0.5, value.view(len(ready), -1, mixer.value)
     assert weights.rates is not None and weights.steps is not None, "the delta rule has rates"
     kept = (weights.rates * F.softplus(decay + weights.steps)).exp()

@@ -84,6 +84,7 @@ enum { kAttention = 0, kShortConvolution = 1, kDelta = 2 };
 struct FsMixer {
   int32_t kind, length, convolved, mixed;
   int32_t key_heads, value_heads, key, value;
+  int32_t tiled;      // value head i shares the key head i modulo their number, not i over the share of each
   const float* taps;  // [length, convolved]
   const float* bias;  // [convolved], or none
   const float *rates, *steps, *norm;

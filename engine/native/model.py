@@ -365,9 +365,9 @@ class NativeModel:
     def _mixer(self, weights: MixerWeights, config: DecoderConfig, pool: KVPool, index: int) -> _Mixer:
         mixer, states = config.shape(index).mixer, pool.states
         assert mixer is not None and states is not None, "weights are of the configuration"
-        delta = (
-            (mixer.key_heads, mixer.value_heads, mixer.key, mixer.value) if isinstance(mixer, DeltaNet) else (0,) * 4
-        )
+        delta = (0,) * 5
+        if isinstance(mixer, DeltaNet):
+            delta = mixer.key_heads, mixer.value_heads, mixer.key, mixer.value, int(mixer.tiled)
         held = (weights.taps, weights.bias, weights.rates, weights.steps, weights.norm)
         kind = 2 if isinstance(mixer, DeltaNet) else 1  # as in interface.h
         sizes = kind, mixer.length, mixer.convolved, mixer.mixed

@@ -101,7 +101,8 @@ inline void delta_columns(const DeltaRows& d, float* memory, int width, int n) {
 inline void delta_head(const FsMixer& mixer, int head, float* memory, const float* x, int rows, size_t stride, float eps,
                        float* out, size_t out_stride) {
   const int dk = mixer.key, dv = mixer.value, keys = mixer.key_heads * dk;
-  const int shared = head / (mixer.value_heads / mixer.key_heads), mixed = mixer.value_heads * dv;
+  const int shared = mixer.tiled ? head % mixer.key_heads : head / (mixer.value_heads / mixer.key_heads);
+  const int mixed = mixer.value_heads * dv;
   const float* gates = x + mixer.convolved + head * dv;
   const float* strengths = x + mixer.convolved + mixed + head;
   const float* decays = strengths + mixer.value_heads;

@@ -56,7 +56,7 @@ class _Experts(Structure):
 class _Mixer(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kind", "length", "convolved", "mixed")),
-        *((name, c_int32) for name in ("key_heads", "value_heads", "key", "value")),
+        *((name, c_int32) for name in ("key_heads", "value_heads", "key", "value", "tiled")),
         *((name, c_void_p) for name in ("taps", "bias", "rates", "steps", "norm")),
         ("first", c_int64),
     )
