@@ -379,8 +379,9 @@ class LeaseExecutor(PlanExecutor):
 
     def cut_off(self, batch: StepBatch, duration_s: float) -> None:
         super().cut_off(batch, duration_s)
-        for item in batch.items if self._states is not None else ():
-            self._states.give_back(item.request_id)
+        if self._states is not None:
+            for item in batch.items:
+                self._states.give_back(item.request_id)
 
     def _has_streams(self) -> bool:
         """Returns whether a sequence of the latest step decodes, so that its client waits for the next token."""

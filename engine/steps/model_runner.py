@@ -29,6 +29,7 @@ from farsight.engine.sampling.step_rows import (
     pool_rows,
     prompt_states,
     sampled_rows,
+    score_rows,
     tokens_that_stand,
 )
 from farsight.engine.sampling.token_masks import MaskedRows, begin_masks
@@ -349,6 +350,7 @@ class ModelRunner(Runner):
         if prompts:
             logprobs = self._prompt_logprobs(step.logits[[place[row] for row in more]], prompts, batch, sequences)
         pooled = {} if step.hidden is None else pool_rows(step.hidden, place, pools)
+        pooled |= score_rows(step.logits, place, pools, batch, sequences)
         middle = None if step.middle is None else step.middle[chosen]
         return StepLogits(step.logits[chosen], best, middle=middle), logprobs, pooled
 

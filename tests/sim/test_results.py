@@ -208,7 +208,7 @@ def test_prefixes_are_found_where_a_state_is_kept() -> None:
         latency = Roofline(GPUS["a100-80g"], MODELS[name])
         experiment = replace(SMALL, latency=latency, workload="tool", kv_tokens=200_000)
         done = run(experiment, make_arrivals(experiment)).recorder.done
-        found[name] = sum(record.cached_len for record in done) / sum(record.prompt_len for record in done)
+        found[name] = sum(record.cached_len for record in done) / sum(record.arrival.prompt_len for record in done)
     assert 0.5 * found["mistral-7b"] < found["qwen3.5-9b"] < found["mistral-7b"]
 
 

@@ -72,7 +72,7 @@ class OutputParser:
         self._think_begin, self._think_end = self._format.think
         self._think_prefixes = _prefixes([self._think_end])
         self._searched = 0  # characters of the buffer in which a closer does not begin
-        literals = (self._think_begin,) if form.reasons else ()
+        literals: tuple[str, ...] = (self._think_begin,) if form.reasons else ()
         if form.tools:  # what reasoning begins with is no marker of its own
             literals += tuple(each for each in self._format.markers if not any(map(str.startswith, literals, [each])))
         literals += ("{",) if is_bare else ()

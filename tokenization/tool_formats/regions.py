@@ -156,7 +156,8 @@ class _GemmaReader:
 
 
 def _python(text: str, _form: OutputForm) -> Calls:
-    calls, rest = [], text.strip().removeprefix("[")
+    calls: Calls = []
+    rest = text.strip().removeprefix("[")
     while rest := rest.lstrip(" \t\r\n,"):
         end = PythonEnd().find(rest)
         call = read_call(rest[:end]) if end > 0 else None

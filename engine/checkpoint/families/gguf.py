@@ -217,12 +217,16 @@ GGUF_FAMILIES: Mapping[str, GGUFFamily] = {
         derived=_glm4_moe,
     ),
     "lfm2": _LFM2,
-    "lfm2moe": replace(_LFM2, architecture="Lfm2MoeForCausalLM", sizes=_LFM2.sizes | _QWEN_EXPERTS, fixed={}),
+    "lfm2moe": replace(_LFM2, architecture="Lfm2MoeForCausalLM", sizes={**_LFM2.sizes, **_QWEN_EXPERTS}, fixed={}),
     "qwen35": _QWEN35,
     "qwen35moe": replace(
         _QWEN35,
         architecture="Qwen3_5MoeForCausalLM",
-        sizes=_QWEN35.sizes | _QWEN_EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        sizes={
+            **_QWEN35.sizes,
+            **_QWEN_EXPERTS,
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
     ),
     "glm4": GGUFFamily("Glm4ForCausalLM", names=_GATE_AND_UP, neighbours=True),
     "command-r": _COHERE,
