@@ -64,6 +64,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     embedding = _tensor(file, "token_embd.weight")
     head_dim = keys.size("attention.key_length", hidden // heads)
     num_layers = keys.size("block_count") - keys.size("nextn_predict_layers", 0)  # those guess further tokens
+    if num_layers > len(file.tensors):  # before anything is made of each layer
+        raise keys.error("block_count", f"at most the file's {len(file.tensors)} tensors")
     if keys.size("attention.value_length", head_dim) != head_dim:
         raise keys.error("attention.value_length", f"the key_length, {head_dim}")
     biased = any(keys.has(f"blk.{i}.attn_q.bias") for i in range(num_layers))
@@ -71,12 +73,14 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "architectures": [family.architecture],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.size(
-            "feed_forward_length", None if record.experts is None else record.defaults.get("intermediate_size")
-        ),
+        "intermediate_size": keys.sizes(
+            "feed_forward_length",
+            num_layers,
+            None if record.experts is None else record.defaults.get("intermediate_size"),
+        )[0],
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.largest("attention.head_count_kv", num_layers, heads),
+        "num_key_value_heads": max(1, *keys.sizes("attention.head_count_kv", num_layers, heads)),
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
         record.spelled.get("norm_eps", "rms_norm_eps"): keys.number(_EPS[record.norm]),
@@ -177,11 +181,15 @@ class GGUFKeys:
         found: bool = self.file.value(f"{self.name}.{key}", bool, default)
         return found
 
-    def largest(self, key: str, length: int, default: int) -> int:
-        """Returns the largest of an array of integers by layer, or the one that stands in its place."""
+    def sizes(self, key: str, length: int, default: int | None = None) -> list[int]:
+        """Returns an array of integers by layer, or the only one that stands in its place, alone."""
         if not isinstance(self.file.metadata.get(f"{self.name}.{key}"), np.ndarray):
-            return self.size(key, default)
-        return max(1, *map(int, self.file.numbers(f"{self.name}.{key}", length, 0)))
+            return [self.size(key, default)]
+        return list(map(int, self.file.numbers(f"{self.name}.{key}", length, 0)))
+
+    def factors(self) -> tuple[float, ...] | None:
+        """Returns what each frequency is divided by; None if the file does not say."""
+        return rope_factors(self.file)
 
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors

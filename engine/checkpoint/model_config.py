@@ -221,7 +221,7 @@ def config_of(file: GGUFFile) -> DecoderConfig:
     config = replace(config, names=family.names)
     if config.blocks.norm_offset is not None:  # the file has the sums
         config = replace(config, blocks=replace(config.blocks, norm_offset=0.0))
-    factors = rope_factors(file)
+    factors = None if family.proportional else rope_factors(file)
     if factors is None or config.rotary is None:
         return config
     taken = config.rotary.scaling is not None or config.rotaries is not None

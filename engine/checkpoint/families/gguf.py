@@ -60,6 +60,7 @@ class GGUFFamily:
             layers; None: there are none.
         scaled_by_width: Layers of the one model of the family whose attention is scaled by ``hidden_size`` over the
             number of heads, and not by ``head_dim``: no file says it.
+        proportional: Whether factors of frequencies say no more than which are not turned.
         yarn_truncates: Whether the ends of yarn's ramp are whole numbers of frequencies.
     """
 
@@ -76,6 +77,7 @@ class GGUFFamily:
     full_every: int | None = None
     scaled_by_width: int = 0
     yarn_truncates: bool = True
+    proportional: bool = False
 
 
 _QWEN_EXPERTS = {
@@ -113,6 +115,40 @@ def _qwen35(keys: GGUFKeys, num_layers: int) -> Mapping[str, Any]:
         "layer_types": ["linear_attention" if each else "full_attention" for each in held],
         "linear_value_head_dim": keys.size("ssm.inner_size") // heads,
     }
+
+
+def _gemma4(keys: GGUFKeys, num_layers: int) -> Mapping[str, Any]:
+    """Sizes of layers with a window and of the others, by the first of each."""
+    slides = keys.flags("attention.sliding_window_pattern", num_layers)
+    if slides is None or len(set(slides)) != 2:
+        raise keys.error("attention.sliding_window_pattern", f"{num_layers} flags, true and false")
+    near, far = slides.index(True), slides.index(False)
+    heads = keys.sizes("attention.head_count_kv", num_layers)
+    inner = keys.sizes("feed_forward_length", num_layers)
+    width, turned = keys.size("attention.key_length"), keys.factors()
+    partial = 1.0 if turned is None else 2 * sum(each < _NOT_TURNED for each in turned) / width
+    return {
+        "head_dim": keys.size("attention.key_length_swa"),
+        "global_head_dim": width,
+        "num_key_value_heads": heads[near if len(heads) > 1 else 0],
+        "num_global_key_value_heads": heads[far if len(heads) > 1 else 0],
+        "attention_k_eq_v": not keys.has(f"blk.{far}.attn_v.weight"),
+        "num_kv_shared_layers": keys.size("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": keys.size("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": keys.file.tensors["token_embd.weight"].shape[0],
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": partial,
+                "rope_theta": keys.number("rope.freq_base"),
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa")},
+        },
+    }
+
+
+_NOT_TURNED = 1e20
 
 
 def _glm4_moe(keys: GGUFKeys, _num_layers: int) -> Mapping[str, Any]:
@@ -188,6 +224,20 @@ GGUF_FAMILIES: Mapping[str, GGUFFamily] = {
         optional=_SOFT_CAPS | {"rope_local_base_freq": "rope.freq_base_swa"},
         full_every=6,
         scaled_by_width=62,
+    ),
+    "gemma4": GGUFFamily(
+        "Gemma4ForCausalLM",
+        names=replace(
+            GGUF_NAMES,
+            all_inputs=("per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm"),
+            inputs=("inp_gate", "proj", "post_norm"),
+            layer_scale="layer_output_scale.weight",
+        ),
+        optional={"final_logit_softcapping": "final_logit_softcapping"},
+        only={"expert_count": 0},
+        full_every=6,
+        proportional=True,
+        derived=_gemma4,
     ),
     "granite": _GRANITE,
     "granitemoe": replace(

@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": "mistral3",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Glm4MoeForCausalLM": "glm4moe",
+    "Gemma4ForCausalLM": "gemma4",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2moe",
     "Qwen3_5ForCausalLM": "qwen35",
@@ -49,7 +50,7 @@ PERMUTED = ("llama", "granite", "granitemoe", "smollm3", "mistral3")
 """Architectures whose queries and keys the converter orders in pairs; GLM's and Cohere's are so in transformers."""
 
 WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
-            "Cohere2ForCausalLM", "GptOssForCausalLM", "Olmo3ForCausalLM")  # fmt: skip
+            "Cohere2ForCausalLM", "GptOssForCausalLM", "Olmo3ForCausalLM", "Gemma4ForCausalLM")  # fmt: skip
 """Classes whose window the converter writes."""
 
 MAX_LAYERS = 64
@@ -94,6 +95,8 @@ def _tiled(tensor: torch.Tensor, config: Mapping[str, Any], size: int, dim: int 
 
 def _of_hybrid(name: str, tensor: torch.Tensor, config: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
     """What the converter makes of a tensor of a model with states, or with numbers added to the scores of experts."""
+    if name.endswith("layer_scalar"):
+        return f"{name}.weight", tensor
     for ending in ("expert_bias", "e_score_correction_bias"):
         if name.endswith(ending):
             return name.removesuffix("_bias") + ("_bias.bias" if ending == "expert_bias" else ".bias"), tensor
@@ -186,6 +189,8 @@ def write_gguf(
         architecture: Another ``general.architecture`` than that of the class.
     """
     config = json.loads((model_dir / "config.json").read_text())
+    for far in (config.get("per_layer_config") or {}).values():  # of Gemma 4's layers that attend to all tokens
+        config |= {"global_head_dim": far["head_dim"], "num_global_key_value_heads": far.get("num_key_value_heads")}
     architecture = architecture or ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(str(out), architecture)
     _write_config(writer, config)
@@ -202,7 +207,7 @@ def write_gguf(
         own = next((each for part, each in (kinds or {}).items() if part in name), kind)
         heads = heads_of(name, config)
         values = rotated_rows(tensor, heads) if heads else tensor
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        if architecture in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             values = values + 1
         _write_tensor(writer, gguf_name(name, architecture), values.float().contiguous().numpy(), own, number)
     writer.write_header_to_file()
@@ -231,11 +236,22 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    inner, shared = config["intermediate_size"], config.get("num_kv_shared_layers", 0)
+    own = config["num_hidden_layers"] - shared
+    wide = config.get("use_double_wide_mlp")
+    writer.add_feed_forward_length([inner] * own + [2 * inner] * shared if wide else inner)
     writer.add_head_count(heads)
     kv_heads = config["num_key_value_heads"]
-    is_lfm = "conv_L_cache" in config
-    writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in config["layer_types"]] if is_lfm else kv_heads)
+    if "conv_L_cache" in config:
+        kv_heads = [kv_heads * (kind != "conv") for kind in config["layer_types"]]
+    elif config.get("attention_k_eq_v"):
+        far = config["num_global_key_value_heads"]
+        kv_heads = [kv_heads if kind == "sliding_attention" else far for kind in config["layer_types"]]
+    writer.add_head_count_kv(kv_heads)
+    if "global_head_dim" in config:
+        writer.add_key_length_swa(head_dim)
+        head_dim = config["global_head_dim"]
+        rope = rope | {"partial_rotary_factor": 1}
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
@@ -290,7 +306,15 @@ def _write_own(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
     if name == "Gemma3ForCausalLM":
         writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
-    if name == "Olmo3ForCausalLM":
+    if name == "Gemma4ForCausalLM":
+        rope = config["rope_parameters"]
+        writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+        writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        width = config["global_head_dim"] // 2
+        turned = int(width * rope["full_attention"]["partial_rotary_factor"])
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (width - turned), dtype=np.float32))
+    if name in ("Olmo3ForCausalLM", "Gemma4ForCausalLM"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if name == "Ministral3ForCausalLM":
         writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])

@@ -53,7 +53,7 @@ WRITTEN = {
     for name in (
         *("llama yarn", "mistral", "mixtral", "qwen2 moe", "gemma", "gemma2", "gemma3", "granite", "granite moe"),
         *("olmo2", "olmo3", "olmoe", "smollm3", "glm4", "glm4 moe", "cohere", "cohere2", "gpt-oss"),
-        *("ministral3", "ernie 4.5", "lfm2", "lfm2 moe", "qwen3.5", "qwen3.5 moe"),
+        *("gemma4", "gemma4 e", "ministral3", "ernie 4.5", "lfm2", "lfm2 moe", "qwen3.5", "qwen3.5 moe"),
     )
 }
 
