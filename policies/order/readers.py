@@ -70,7 +70,7 @@ _HELD, _LOST, _DUE, _FIRST, _GUARDED, _BEGUN, _BACK, _NEW, _OVER, _AHEAD = range
 class ReadersFirst(Boosted):
     """``Order`` by urgency, then by what clients see: the kinds of the module, in their order.
 
-    Costs are those of ``Boosted``; ``num_places`` is a few numpy operations over all jobs.
+    Costs are those of ``Boosted``.
 
     Args:
         price, theta, tail, max_boost_s: As in ``Boosted``.
@@ -99,6 +99,7 @@ class ReadersFirst(Boosted):
         self._usual_len = USUAL_LEN
         self._rates: dict[str, float] = {}  # of jobs that are read as they come
         self._came: dict[str, int] = {}  # their output tokens by the latest report
+        self._first: set[str] = set()  # those without a token
 
     @property
     def tally(self) -> GuardTally:
@@ -116,6 +117,8 @@ class ReadersFirst(Boosted):
         if job.reading_rate is not None:
             self._rates[job.request_id] = rate = job.reading_rate or self._reading_rate
             self._came[job.request_id] = job.output_len
+            if not job.output_len:
+                self._first.add(job.request_id)
             row = self._known_row(job)
             self._table.put(row, "rate", rate)
             self._table.put(row, "read_by", now)
@@ -126,11 +129,13 @@ class ReadersFirst(Boosted):
         super().remove(job)
         self._rates.pop(job.request_id, None)
         self._came.pop(job.request_id, None)
+        self._first.discard(job.request_id)
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
         rate = self._rates.get(job.request_id)
         if rate is not None and job.output_len > (came := self._came[job.request_id]):
             self._came[job.request_id] = job.output_len
+            self._first.discard(job.request_id)
             row = self._known_row(job)
             began_at = now - duration_s if came else now  # a reader who has read all goes on with the first of these
             read_by = max(float(self._column("read_by")[row]), began_at) + (job.output_len - came) / rate
@@ -178,8 +183,7 @@ class ReadersFirst(Boosted):
 
     def num_places(self, most: int, now: float) -> int:
         """Returns the places by price, and one more for each stream without a first token."""
-        is_first = (self._column("rate") > 0) & (self._column("generated") == 0)
-        return min(most, self._num_rows + int(np.count_nonzero(is_first)))
+        return min(most, self._num_rows + len(self._first))
 
     def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
         self._asked_at = now

@@ -46,8 +46,8 @@ def report(order: ReadersFirst, each: Job, output_len: int, now: float) -> None:
 
 
 def test_places_are_those_that_a_step_pays_for() -> None:
-    assert priced_rows(PROCESSOR, 200.0, 128) == math.ceil(0.94 / 0.06 * 0.005 / 0.0032) == 25
-    assert priced_rows(GPU, 200.0, 4096) == 2089
+    assert priced_rows(PROCESSOR, 200.0, 128) == math.ceil(9 * 0.005 / 0.0032) == 15
+    assert priced_rows(GPU, 200.0, 4096) == 1200
     assert priced_rows(GPU, 200.0, 256) == 256, "the engine's limit"
     assert priced_rows(StepCost(1e-6, 1e-3, 1e-3, 0.0), 200.0, 128) == 4, "the floor"
 
@@ -56,16 +56,16 @@ def test_a_stream_without_a_first_token_has_a_place_beyond_those_by_price() -> N
     order = order_of(job("whole", 200.0))
     assert order.num_places(128, 0.0) == 128, "before a step has been measured"
     order.price(PROCESSOR, 100_000)
-    assert order.num_places(128, 0.0) == 25
+    assert order.num_places(128, 0.0) == 15
     order.add(stream := job("stream", 200.0, reading_rate=0.0), 0.0)
-    assert order.num_places(128, 0.0) == 26
+    assert order.num_places(128, 0.0) == 16
     assert order.num_places(12, 0.0) == 12, "the engine's limit"
     report(order, stream, 1, 1.0)
     names(order, 1.0)
-    assert order.num_places(128, 1.0) == 25
+    assert order.num_places(128, 1.0) == 15
 
 
-@pytest.mark.parametrize(("num_wholes", "most"), [(20, 13), (60, 7)])
+@pytest.mark.parametrize(("num_wholes", "most"), [(20, 8), (60, 4)])
 def test_streams_that_are_due_go_first_while_they_have_no_more_than_their_share(num_wholes: int, most: int) -> None:
     streams = [job(f"stream{number}", 200.0, reading_rate=0.0) for number in range(20)]
     wholes = [job(f"whole{number}", 200.0) for number in range(num_wholes)]
@@ -74,7 +74,7 @@ def test_streams_that_are_due_go_first_while_they_have_no_more_than_their_share(
     for number, each in enumerate(streams):
         report(order, each, 1, 90.0 + number / 10)
     ranked = names(order, 100.0)
-    assert ranked[:most] == [each.request_id for each in streams[:most]], "their part of 25 places"
+    assert ranked[:most] == [each.request_id for each in streams[:most]], "their part of 15 places"
     assert set(ranked[most:][: len(wholes)]) == {each.request_id for each in wholes}
     assert ranked[most + len(wholes) :] == [each.request_id for each in streams[most:]]
 
@@ -110,7 +110,7 @@ def test_a_full_step_is_one_of_the_places_by_price() -> None:
     order.price(PROCESSOR, 100_000)
     order.add(long := job("long", 250.0), 0.0)
     names(order, 0.0)
-    expected_s = 250 * PROCESSOR.step_s(0, 25, 0)
+    expected_s = 250 * PROCESSOR.step_s(0, 15, 0)
     assert float(order.explain(long, 0.0)["boost_s"]) == pytest.approx(expected_s, rel=0.05), "not of 128 rows"
 
 

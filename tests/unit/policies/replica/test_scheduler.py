@@ -417,3 +417,15 @@ def test_only_so_many_ends_are_remembered_the_latest(monkeypatch: pytest.MonkeyP
         h.arrive(request(name))
         h.report(seq, ended=(name,))
     assert ids(h, *((name, 0) for name in "abcde")) == ["a", "b"]
+
+
+def test_few_requests_that_fit_at_their_limits_are_admitted_and_nothing_is_ranked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = Harness(preset="farsight")
+    asked: list[str] = []
+    monkeypatch.setattr(h.scheduler.order, "refresh", lambda now: asked.append("order"))
+    h.arrive(*(request(name) for name in "abc"))  # at most 24 tokens of 40
+    assert (h.admitted, asked) == (["a", "b", "c"], [])
+    h.arrive(request("long", prompt=12, out=12))
+    assert asked == ["order"]
