@@ -189,7 +189,6 @@ class FleetShell(Component, RouterCalls):
         ingress = self._hear(announced.ingress_id)
         event = IngressAnnounced(announced.ingress_id, announced.sums, announced.listed, announced.open)
         answers = await self._handle(event)
-        self._sessions.announced(announced.ingress_id, {each.request_id for each in announced.open}, time.monotonic())
         late, ingress.late_refusals = ingress.late_refusals, []
         lost = tuple(answers.lost.get(announced.ingress_id, ()))
         refusals = (*answers.refusals, *late)
@@ -392,6 +391,7 @@ class FleetShell(Component, RouterCalls):
         counts = initial_counts(self.context.config)
         for turn in itertools.count():
             await self._lose_dead()
+            self._sessions.look(self._machine.is_in_flight, time.monotonic())
             counts = await current_counts(peers, counts)
             await self._learn(peers.length_predictor(turn % counts.length_predictors))
             outlook = self._outlook()

@@ -11,23 +11,29 @@ from farsight.core.request import Request
 from farsight.policies.placement.base import Choice, ReplicaLoad
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
-    """One line of the table: an attempt and the worker life that it was placed on.
+    """The one record of a request in flight: of its attempt, which waits for a replica or was placed on one.
 
     Attributes:
-        choice: Why the request was placed there; None if an earlier Router placed it.
-        waited_s: Seconds that the request waited for a replica that takes requests.
-        known_len: Tokens of its prompt, and of its output in earlier attempts, when it was placed.
+        request: The attempt while it waits; None once it is placed, since its replica has it.
+        since: Instant since when it has waited, or when it was placed.
+        replica: Where it was placed, and on which worker life; empty while it waits.
+        choice: Why it was placed there; None if it waits or an earlier Router placed it.
+        waited_s: Seconds that it waited for a replica that takes requests.
+        known_len: Tokens of its prompt, and of its output in earlier attempts.
         expected_len: Output tokens predicted beyond these, at most ``most_len``.
         variance: Variance of ``expected_len``, in tokens squared.
         has_target: Whether its client has set a latency target or a deadline.
+        work_tokens: Its part of ``ReplicaLoad.work_tokens``.
     """
 
     attempt: int
     ingress_id: str
-    replica: str
-    worker_incarnation: str
+    request: Request | None = None
+    since: float = 0.0
+    replica: str = ""
+    worker_incarnation: str = ""
     choice: Choice | None = None
     waited_s: float = 0.0
     known_len: float = 0.0
@@ -35,6 +41,7 @@ class Entry:
     most_len: float = 0.0
     variance: float = 0.0
     has_target: bool = False
+    work_tokens: float = 0.0
 
     @property
     def hit_len(self) -> int:
@@ -43,7 +50,7 @@ class Entry:
 
 @dataclass(slots=True)
 class PlacedDemand:
-    """The part of ``Demand`` that the requests on one replica make."""
+    """The part of ``Demand`` that the requests on one replica make, or those that wait."""
 
     known_tokens: float = 0.0
     cached_tokens: float = 0.0
@@ -67,7 +74,7 @@ class FleetReplica:
         ready: Its latest worker life; None before the first.
         up: Whether it takes requests now.
         draining: Whether no new request may be placed on it.
-        requests: Tokens of work of each request that is placed on it, by id.
+        requests: What is placed on it, by id.
         demand: What its requests ask for.
         sums: The attempts on it, as its Scheduler should have them.
     """
@@ -76,7 +83,7 @@ class FleetReplica:
     ready: WorkerReady | None = None
     up: bool = False
     draining: bool = False
-    requests: dict[str, float] = field(default_factory=dict)
+    requests: dict[str, Entry] = field(default_factory=dict)
     demand: PlacedDemand = field(default_factory=PlacedDemand)
     sums: KeySums = field(default_factory=KeySums)
 
@@ -93,16 +100,17 @@ class FleetReplica:
         """Whether requests may be placed on the replica."""
         return self.up and not self.draining
 
-    def enter(self, request_id: str, entry: Entry, work_tokens: float) -> None:
-        self.requests[request_id] = work_tokens
+    def enter(self, request_id: str, entry: Entry) -> None:
+        self.requests[request_id] = entry
         self.sums.put(request_id, entry.attempt)
         self.demand.add(entry, 1)
-        self._weigh(work_tokens)
+        self._weigh(entry.work_tokens)
 
-    def remove(self, request_id: str, entry: Entry) -> None:
+    def remove(self, request_id: str) -> None:
+        entry = self.requests.pop(request_id)
         self.sums.discard(request_id)
         self.demand.add(entry, -1)
-        self._weigh(-self.requests.pop(request_id))
+        self._weigh(-entry.work_tokens)
         if not self.requests:
             self.demand = PlacedDemand()  # sums of fractions leave rounding errors
 

@@ -131,6 +131,10 @@ class FleetMachine(ABC):
     def num_in_flight(self) -> int:
         return self._table.num_in_flight
 
+    def is_in_flight(self, request_id: str) -> bool:
+        """Returns whether an attempt of the request is placed or waits for a replica."""
+        return self._table.attempt_of(request_id) is not None
+
     def loads(self) -> tuple[ReplicaLoad, ...]:
         """Returns every replica that takes requests, in the order they were heard of; O(1) while they are the same."""
         return self._table.loads()
