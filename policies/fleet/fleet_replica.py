@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from farsight.core.decisions import Facts
 from farsight.core.key_sums import KeySums
 from farsight.core.messages.placement import ReplicaView
 from farsight.core.messages.plans import WorkerReady
 from farsight.core.request import Request
+from farsight.policies.moves.recall import ASK_AGAIN_S, Crowd, WaitingRequest
 from farsight.policies.placement.base import Choice, ReplicaLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How a request came from one replica to another.
+
+    Attributes:
+        waited_s: Seconds that it waited on the replica before.
+        num: How often it has moved so far.
+    """
+
+    origin: str
+    reason: str
+    waited_s: float
+    num: int = 1
+
+    def facts(self) -> Facts:
+        """Returns them by the names that a decision trace shows."""
+        return {"moved_from": self.origin, "because": self.reason, "waited_there_s": self.waited_s}
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +48,8 @@ class Entry:
         variance: Variance of ``expected_len``, in tokens squared.
         has_target: Whether its client has set a latency target or a deadline.
         work_tokens: Its part of ``ReplicaLoad.work_tokens``.
+        moved: Why it was recalled from where it was before; None if it was not.
+        asked_at: Instant when its replica was last asked to give it back.
     """
 
     attempt: int
@@ -42,6 +66,12 @@ class Entry:
     variance: float = 0.0
     has_target: bool = False
     work_tokens: float = 0.0
+    moved: Moved | None = None
+    asked_at: float = -math.inf
+
+    def is_recalled(self, now: float) -> bool:
+        """Returns whether its replica may have given it back, and the answer is on its way."""
+        return now - self.asked_at < ASK_AGAIN_S
 
     @property
     def hit_len(self) -> int:
@@ -75,6 +105,7 @@ class FleetReplica:
         up: Whether it takes requests now.
         draining: Whether no new request may be placed on it.
         requests: What is placed on it, by id.
+        waiting: What of that was placed by this Router and has not run yet, in the order of placement.
         demand: What its requests ask for.
         sums: The attempts on it, as its Scheduler should have them.
     """
@@ -84,6 +115,7 @@ class FleetReplica:
     up: bool = False
     draining: bool = False
     requests: dict[str, Entry] = field(default_factory=dict)
+    waiting: dict[str, Entry] = field(default_factory=dict)
     demand: PlacedDemand = field(default_factory=PlacedDemand)
     sums: KeySums = field(default_factory=KeySums)
 
@@ -102,12 +134,15 @@ class FleetReplica:
 
     def enter(self, request_id: str, entry: Entry) -> None:
         self.requests[request_id] = entry
+        if entry.choice is not None:
+            self.waiting[request_id] = entry
         self.sums.put(request_id, entry.attempt)
         self.demand.add(entry, 1)
         self._weigh(entry.work_tokens)
 
     def remove(self, request_id: str) -> None:
         entry = self.requests.pop(request_id)
+        self.waiting.pop(request_id, None)
         self.sums.discard(request_id)
         self.demand.add(entry, -1)
         self._weigh(-entry.work_tokens)
@@ -119,10 +154,31 @@ class FleetReplica:
         # An empty replica has exactly no work: a sum of fractions would leave a rounding error, often below 0.
         self.load.work_tokens = self.load.work_tokens + more_tokens if self.requests else 0.0
 
+    @property
+    def capacity_tokens(self) -> int:
+        return 0 if self.ready is None else self.ready.num_blocks * self.ready.block_size
+
     def view(self) -> ReplicaView:
-        capacity = 0 if self.ready is None else self.ready.num_blocks * self.ready.block_size
-        load = self.load
+        load, capacity = self.load, self.capacity_tokens
         return ReplicaView(self.name, self.takes, load.num_requests, load.work_tokens, capacity_tokens=capacity)
+
+    def crowd(self, *, lists: bool) -> Crowd:
+        """Returns the replica as the rules of moves see it; ``lists``: with what waits there, in O(waiting)."""
+        demand, version = self.demand, -1 if self.ready is None else self.ready.model_version
+        waiting = [
+            WaitingRequest(
+                (request_id, each.attempt),
+                each.since,
+                each.known_len + each.expected_len,
+                each.hit_len,
+                0 if each.moved is None else each.moved.num,
+                each.asked_at,
+            )
+            for request_id, each in (self.waiting.items() if lists else ())
+        ]
+        tokens = demand.known_tokens + demand.output_tokens
+        counts = (len(self.requests), tokens, self.capacity_tokens)
+        return Crowd(self.name, version, self.takes, self.draining, *counts, bool(self.waiting), waiting)
 
     def fits(self, request: Request) -> bool:
         """Returns whether the replica runs the request's weights and can hold the request at its longest."""

@@ -26,15 +26,14 @@ from farsight.policies.fleet.events import (
     IngressAnnounced,
     ReportLost,
 )
-from farsight.policies.fleet.fleet_replica import Entry, FleetReplica, PlacedDemand
+from farsight.policies.fleet.fleet_replica import Entry, FleetReplica, Moved, PlacedDemand
 from farsight.policies.lengths.law import variance as length_variance
 from farsight.policies.placement.base import Choice, ReplicaLoad
 from farsight.policies.replica.events import RefuseRequest
 
-
 OnRemoved = Callable[[str, Entry | None, int | None], None]
-"""Called for each request that is no longer in flight: its id, its record if it was placed, and the tokens of its output
-if the output is complete. Also called for a request that is not in the table, since the owner may know of it."""
+"""Called for each request that is no longer in flight: its id, its record if it was placed, and the tokens of its
+output if the output is complete. Also called for a request that is not in the table, since the owner may know of it."""
 
 
 class RequestTable:
@@ -104,10 +103,11 @@ class RequestTable:
                 self.remove(request_id)  # it went down with the worker; its ingress replica resumes it
         return before is None or before.worker_incarnation != ready.worker_incarnation
 
-    def compare(self, name: str, sums: bytes | None) -> list[GlobalInstruction]:
+    def compare(self, name: str, sums: bytes | None, now: float) -> list[GlobalInstruction]:
         """Asks a replica about the attempts that its sums say it may not know; ``sums`` None: about none."""
         own = self._replicas[name].sums
-        keys = () if sums is None else tuple(own.keys(own.differing(sums)))
+        differing = () if sums is None else own.keys(own.differing(sums))
+        keys = tuple(key for key in differing if not self._entries[key[0]].is_recalled(now))
         return [AskReplica(name, keys)] if keys else []
 
     def set_away(self, name: str) -> None:
@@ -229,8 +229,8 @@ class RequestTable:
             self._waiting.add(entry, 1)
             self._of_ingress[request.ingress_id].put(request.request_id, request.attempt)
 
-    def place(self, request: Request, choice: Choice, now: float) -> None:
-        """Enters a request, queued or new, on the chosen replica."""
+    def place(self, request: Request, choice: Choice, now: float, moved: Moved | None = None) -> None:
+        """Enters a request, queued, new or recalled from another replica, on the chosen replica."""
         replica = self._replicas[choice.replica]
         assert replica.ready is not None
         queued = self._unqueue(request.request_id)
@@ -238,6 +238,7 @@ class RequestTable:
         entry.request, entry.choice, entry.replica = None, choice, choice.replica
         entry.worker_incarnation = replica.ready.worker_incarnation
         entry.waited_s = 0.0 if queued is None else now - queued.since
+        entry.moved = moved
         self._enter(request.request_id, entry)
 
     def _record(self, request: Request, now: float) -> Entry:
@@ -280,6 +281,14 @@ class RequestTable:
         most = float(request.max_total_len - request.known_len)
         predicted = self.mean_output_len if request.forecast is None else request.forecast.mean
         return most if predicted is None else min(most, max(1.0, predicted - len(request.output_ids)))
+
+    def predicted_len(self, request: Request) -> float:
+        """Returns the tokens that a request will hold at its predicted end."""
+        return request.known_len + self._expected_len(request)
+
+    def start(self, request_id: str, entry: Entry) -> None:
+        """Books that a placed request has run for the first time."""
+        self._replicas[entry.replica].waiting.pop(request_id, None)
 
     def _variance(self, request: Request) -> float:
         """Returns the variance of ``_expected_len``, in tokens squared."""
@@ -352,7 +361,7 @@ class RequestTable:
         del self._of_ingress[ingress_id]
         return aborts
 
-    def reconcile(self, announced: IngressAnnounced) -> list[GlobalInstruction]:
+    def reconcile(self, announced: IngressAnnounced, now: float) -> list[GlobalInstruction]:
         """Takes over the open streams that an ingress replica lists, and asks it for other parts that differ.
 
         Aborts its streams that are closed, asks replicas whether they know the others, and reports those that none has.
@@ -371,7 +380,7 @@ class RequestTable:
                     lost.append(key)
                     continue
             entry = self.entry(stream.request_id)
-            if entry is not None and entry.attempt == stream.attempt:
+            if entry is not None and entry.attempt == stream.attempt and not entry.is_recalled(now):
                 asked.setdefault(entry.replica, []).append(key)
         own = self._of_ingress[ingress_id]
         aborts = self.abort([key for key in own.keys(announced.listed) if key[0] not in still_open])
