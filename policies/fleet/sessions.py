@@ -89,7 +89,7 @@ class SessionTable:
         self._max_sessions = max_sessions
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()  # longest without an event first
         self._idle: OrderedDict[tuple[str, str], None] = OrderedDict()  # without an open request, the longest so first
-        self._by_end: dict[tuple[str, int], tuple[str, str]] = {}  # by tenant and hash
+        self._by_end: dict[str, dict[int, tuple[str, str]]] = {}  # by tenant, then by hash
         self._by_answer: dict[tuple[str, str], tuple[str, str]] = {}  # by tenant and id of the answer
         self._open: dict[str, _Open] = {}
         self._applications: dict[str, SessionCounts] = {}
@@ -221,10 +221,10 @@ class SessionTable:
             session = self._sessions.get(key)
             ends = {} if session is None else session.ends
             return key, next((ends[each] for each in reversed(hashes) if each in ends), 0)
-        for each in reversed(hashes):
-            found = self._by_end.get((tenant, each))
-            if found is not None:
-                return found, self._sessions[found].ends[each]
+        ends_of = self._by_end.get(tenant, {})
+        if not ends_of.keys().isdisjoint(hashes):
+            end = next(each for each in reversed(hashes) if each in ends_of)
+            return ends_of[end], self._sessions[ends_of[end]].ends[end]
         self._num_found += 1
         return (tenant, f"#{self._num_found}"), 0
 
@@ -244,11 +244,18 @@ class SessionTable:
         session.ends[end] = len(hashes) * self._block_size
         session.ends.move_to_end(end)
         if not session.row.is_named:
-            self._by_end[tenant, end] = key
+            self._by_end.setdefault(tenant, {})[end] = key
         if len(session.ends) > KEPT_ENDS:
             old, _ = session.ends.popitem(last=False)
-            if self._by_end.get((tenant, old)) == key:
-                del self._by_end[tenant, old]
+            self._forget_end(key, old)
+
+    def _forget_end(self, key: tuple[str, str], end: int) -> None:
+        """Finds the session by this end no more, unless another one has the same end since."""
+        ends_of = self._by_end.get(key[0], {})
+        if ends_of.get(end) == key:
+            del ends_of[end]
+            if not ends_of:
+                del self._by_end[key[0]]
 
     def _answer_of(self, key: tuple[str, str], session: _Session, response_id: str) -> None:
         """Notes the id of an answer, by which a later request may say that it goes on."""
@@ -266,8 +273,7 @@ class SessionTable:
             for response_id in session.answers:
                 self._by_answer.pop((key[0], response_id), None)
             for end in session.ends:
-                if self._by_end.get((key[0], end)) == key:
-                    del self._by_end[key[0], end]
+                self._forget_end(key, end)
             self.num_forgotten += 1
 
     def check_integrity(self) -> None:
@@ -278,7 +284,8 @@ class SessionTable:
         is_open = {key: each.num_open for key, each in self._sessions.items() if each.num_open}
         if counted != is_open or self._idle.keys() != self._sessions.keys() - is_open:
             raise IntegrityError("sessions and their open requests disagree")
-        for (tenant, end), key in self._by_end.items():
+        found = ((tenant, *each) for tenant, ends_of in self._by_end.items() for each in ends_of.items())
+        for tenant, end, key in found:
             if key[0] != tenant or end not in self._sessions[key].ends:
                 raise IntegrityError(f"session {key} is found by an end that it does not have")
         if any(len(each.ends) > KEPT_ENDS for each in self._sessions.values()):
