@@ -10,7 +10,7 @@ from farsight.core.key_sums import KeySums
 from farsight.core.messages.placement import ReplicaView
 from farsight.core.messages.plans import WorkerReady
 from farsight.core.request import Request
-from farsight.policies.moves.recall import ASK_AGAIN_S, Crowd, WaitingRequest
+from farsight.policies.moves.recall import ANSWER_S, Crowd, WaitingRequest
 from farsight.policies.placement.base import Choice, ReplicaLoad
 
 
@@ -71,7 +71,7 @@ class Entry:
 
     def is_recalled(self, now: float) -> bool:
         """Returns whether its replica may have given it back, and the answer is on its way."""
-        return now - self.asked_at < ASK_AGAIN_S
+        return now - self.asked_at < ANSWER_S
 
     @property
     def hit_len(self) -> int:

@@ -26,9 +26,12 @@ FILL_SHARE = 0.95
 MAX_RECALLS = 3
 """Most recalls of one attempt, but for drains."""
 
-ASK_AGAIN_S = 1.0
-"""Seconds after which a replica is asked again for a request that it has not given back: it may have been about to run.
-"""
+ANSWER_S = 1.0
+"""Seconds after a recall in which nobody asks the replica whether it has the request: the answer may be on its way."""
+
+ASK_AGAIN_S = 3.0
+"""Seconds after which a replica is asked again for a request that it has not given back. Longer than ``ANSWER_S`` by
+two states of a replica, which come every second: a request that was lost there is found in between."""
 
 
 @dataclass(frozen=True, slots=True)

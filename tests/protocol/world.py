@@ -132,14 +132,17 @@ class World:
         self.is_static = self.in_batches and policy_rng.random() < 0.5
         if policy_rng.random() < 0.4:
             self.placement = "e2"
+        self._draw_recalls()
+        self.network = Network(self.clock, rng, self.faults, thorough=rng.random() < 0.1)
+        self._build()
+
+    def _draw_recalls(self) -> None:
         self.recalls = not self.in_batches and self.recall_rng.random() < 0.5
         if self.recalls:  # what waits on one replica, not named by a plan, while there is room on another
             num_seqs = self.recall_rng.choice([1, 1, self.limits.max_num_seqs])
             standby_slots = self.recall_rng.choice([0, 0, self.limits.standby_slots])
             self.limits = replace(self.limits, max_num_seqs=num_seqs, standby_slots=standby_slots)
             self.num_blocks.setdefault("1", self.num_blocks["0"])
-        self.network = Network(self.clock, rng, self.faults, thorough=rng.random() < 0.1)
-        self._build()
 
     def _draw(self, rng: random.Random) -> None:
         """What kind of world this is."""
