@@ -115,7 +115,7 @@ class _IngressReplica:
     heard_at: float
     row: ComponentStatus | None = None
     late_refusals: list[Refusal] = field(default_factory=list)
-    moved: list[Placed] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
     load: IngressLoad = field(default_factory=IngressLoad)
 
 
@@ -201,9 +201,7 @@ class FleetShell(Component, RouterCalls):
         refusals = (*answers.refusals, *late)
         ingress.load = announced.load
         others = total_load(seen.load for name, seen in self._ingresses.items() if name != announced.ingress_id)
-        found = (self._machine.placed(*key) for key in announced.nowhere)
-        placed = (*ingress.moved, *(each for each in found if each.replica))
-        ingress.moved.clear()
+        placed, ingress.placed = tuple(ingress.placed), []
         asked = tuple(answers.asked)
         return AnnounceReply(lost, refusals, tuple(self._schedulers), placed, others, self._outlook(), asked)
 
@@ -305,6 +303,8 @@ class FleetShell(Component, RouterCalls):
         for instruction in self._decide(event, now):
             match instruction:
                 case PlaceRequests(name, requests):
+                    if not isinstance(event, RequestsArrived) or self._machine.pulls:
+                        self._note_late(requests)
                     calls.append(asyncio.create_task(self._place(name, requests, answers)))
                 case AbortOnReplica(name, keys):
                     calls.append(asyncio.create_task(self._abort_on(name, keys)))
@@ -323,6 +323,12 @@ class FleetShell(Component, RouterCalls):
         if calls:
             await asyncio.gather(*calls)
         return answers
+
+    def _note_late(self, requests: Iterable[Request]) -> None:
+        """Keeps where requests went that had waited, for the answers to their ingress replicas' next announcements."""
+        for request in requests:
+            ingress = self._ingresses.setdefault(request.ingress_id, _IngressReplica(time.monotonic()))
+            ingress.placed.append(self._machine.placed(request.request_id, request.attempt))
 
     async def _place(self, name: str, requests: Iterable[Request], answers: Answers) -> None:
         requests = tuple(requests)
@@ -361,7 +367,7 @@ class FleetShell(Component, RouterCalls):
             answers.add(await self._handle(KeysUnknown(name, unknown.keys)))
 
     async def _recall(self, name: str, keys: tuple[Key, ...]) -> None:
-        """Has a replica give back what waits there, places it anew, and tells the ingress replicas where it went."""
+        """Has a replica give back what waits there, and places it anew."""
         given = await self._reach(name, self._scheduler(name).recall(Keys(keys)))
         if given is None or not given.requests:
             return
@@ -372,9 +378,6 @@ class FleetShell(Component, RouterCalls):
             self._refuse_late(refusal)
         for request in given.requests:
             self._before.pop(request.request_id, None)
-            placed = self._machine.placed(request.request_id, request.attempt)
-            if placed.replica and request.ingress_id in self._ingresses:
-                self._ingresses[request.ingress_id].moved.append(placed)
 
     async def _hear_cache(self, name: str) -> None:
         reply = await self._reach(name, self._scheduler(name).cached())

@@ -114,6 +114,8 @@ class BatchScheduler(FleetMachine):
             loads the model again); 0 for replicas that go on at once.
     """
 
+    pulls = True
+
     def __init__(
         self, batcher: BatchPolicy, serving_time_s: ServingTime, forecast_wait_s: float = 0.0, reload_s: float = 0.0
     ) -> None:

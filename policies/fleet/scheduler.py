@@ -116,10 +116,12 @@ class FleetMachine(ABC):
 
     Attributes:
         goes_by_prefixes: Whether placement looks at the blocks of a prompt.
+        pulls: Whether the arrival of a request may place others, which waited.
         recalls: Whether ``TimePassed`` may have requests given back that wait on a replica.
     """
 
     goes_by_prefixes: bool = False
+    pulls: bool = False
     recalls: bool = False
 
     def __init__(self) -> None:

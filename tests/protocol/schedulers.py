@@ -106,7 +106,7 @@ class _Answers:
 class _IngressReplica:
     heard_at: float = 0.0
     late_refusals: list[Refusal] = field(default_factory=list)
-    moved: list[Placed] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
 
 
 class RouterComponent(Component):
@@ -142,9 +142,7 @@ class RouterComponent(Component):
 
         def done(answers: _Answers) -> None:
             late, ingress.late_refusals = ingress.late_refusals, []
-            placed = (self.machine.placed(*key) for key in message.nowhere)
-            known = (*ingress.moved, *(each for each in placed if each.replica))
-            ingress.moved.clear()
+            known, ingress.placed = tuple(ingress.placed), []
             refusals = (*answers.refusals, *late)
             asked = tuple(answers.asked)
             reply(AnnounceReply(tuple(answers.lost), refusals, tuple(self._replicas), known, asked=asked))
@@ -185,6 +183,10 @@ class RouterComponent(Component):
         for instruction in self.machine.handle(event, self.world.clock.now):
             match instruction:
                 case PlaceRequests(name, requests):
+                    if not isinstance(event, RequestsArrived) or self.machine.pulls:
+                        for request in requests:
+                            ingress = self._ingresses.setdefault(request.ingress_id, _IngressReplica())
+                            ingress.placed.append(self.machine.placed(request.request_id, request.attempt))
                     self.world.tell("router", "%s placed on replica %s", attempts(requests), name)
                     self.world.count(
                         "batches of several", isinstance(self.machine, BatchScheduler) and len(requests) > 1
@@ -252,8 +254,6 @@ class RouterComponent(Component):
             for request in reply.requests:
                 placed = self.machine.placed(request.request_id, request.attempt)
                 self.world.count("recalls", placed.replica not in ("", name))
-                if placed.replica:
-                    self._hear(request.ingress_id).moved.append(placed)
 
         on_lost = lambda: self.world.count("lost recalls", True)  # noqa: E731
         self.world.disturb_recall(name)
