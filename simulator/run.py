@@ -200,7 +200,7 @@ def _fleet(
         batch_s, announce_s = partial(padded_batch_s, experiment.latency), ANNOUNCE_S
         machine = configured_batch_scheduler(config, experiment.batch, experiment.max_num_seqs, batch_s)
     else:
-        machine, announce_s = build_router(config.preset, config.placement, settings), 0.0
+        machine, announce_s = build_router(config.preset, config.placement, settings, experiment.max_num_seqs), 0.0
     return Fleet(
         FleetShape(shape, experiment.latency, experiment.num_replicas, announce_s, scaling=experiment.scaling),
         machine,

@@ -1,9 +1,9 @@
 """How many requests of a replica execute at once, which step aside for those that are due, and what flex requests take.
 
-While another request waits for its first token, or stands still, no request of the class ``core.request.FLEX`` computes:
-only the step that is under way when the other request comes may hold work of flex requests. The KV of flex requests
-counts as free for the others. A flex request whose KV is in the way loses it at once and computes it again later: a copy
-to the host would take longer than a step.
+While another request waits for its first token, or stands still, no request of the class ``core.request.FLEX``
+computes: only the step that is under way when the other request comes may hold work of flex requests. The KV of flex
+requests counts as free for the others. A flex request whose KV is in the way loses it at once and computes it again
+later: a copy to the host would take longer than a step.
 """
 
 from __future__ import annotations

@@ -39,8 +39,10 @@ from farsight.policies.replica.events import (
     OffloadOrdered,
     OffloadUnanswered,
     RequestEnded,
+    RequestGivenBack,
     RequestsAborted,
     RequestsArrived,
+    RequestsRecalled,
     SendPlan,
     StepsRan,
     WorkerConnected,
@@ -160,6 +162,7 @@ class Replica:
         if shape.kept_states and isinstance(self.executor, LeaseExecutor):
             self.executor.keep_states(shape.kept_states, shape.state_spacing)
         self._records: dict[str, Record] = {}
+        self._given_back: list[Request] = []
         self._hashes: dict[str, list[int]] = {}
         self._run: StepRun | None = None
         self._plan: Plan | None = None  # Takes effect at the end of the current step.
@@ -244,6 +247,15 @@ class Replica:
         self._hashes.pop(request_id, None)
         self._tell(RequestsAborted(((request_id, 0),)), now)
 
+    def recall(self, keys: tuple[Key, ...], now: float) -> tuple[Request, ...]:
+        """Gives back those of these attempts that no plan has named yet."""
+        self._tell(RequestsRecalled(keys), now)
+        given, self._given_back = tuple(self._given_back), []
+        for request in given:
+            del self._records[request.request_id]
+            self._hashes.pop(request.request_id, None)
+        return given
+
     def wake(self, now: float) -> None:
         """Handles the event at ``wakes_at``: steps or copies are over."""
         while self._copies and self._copies[0][0] <= now:
@@ -293,6 +305,8 @@ class Replica:
                     self._ask(question, now)
                 case RequestEnded(finished):
                     self._end(finished, now)
+                case RequestGivenBack(request):
+                    self._given_back.append(request)
                 case BatchBroken(keys):
                     self._break_off(keys)
 
