@@ -61,22 +61,30 @@ class LeaseExecutor(PlanExecutor):
         self._block_hashes = block_hashes
 
     def keep_tiers(self, tiers: KVTiers) -> None:
-        """Saves what ended sequences leave and brings it back; call it after ``share_prefixes``, before any plan."""
+        """Saves what sequences compute and brings it back; call it after ``share_prefixes``, before any plan."""
         self.tiers = self.transfers.tiers = tiers
 
     def apply_plan(self, plan: Plan) -> list[str]:
-        if self.tiers is not None:  # what a client has broken off, he may go on with
-            stays = {slot.request_id for slot in plan.slots}
-            for request_id in [each for each in self._held if each not in stays]:
-                self._keep(self._held[request_id])
-        return super().apply_plan(plan)
+        if self.tiers is None:
+            return super().apply_plan(plan)
+        stays = {slot.request_id for slot in plan.slots}
+        for held in self._held.values():
+            if held.request_id not in stays:  # what a client has broken off, he may go on with
+                self._keep(held)
+        before = self._held
+        forgotten = super().apply_plan(plan)
+        for held in self._held.values():
+            if before.get(held.request_id) is not held and self._block_hashes is not None:
+                num_full = held.num_tokens // self.blocks.block_size
+                self.tiers.wait(held.request_id, self._block_hashes(held.request_id, num_full)[:num_full])
+        return forgotten
 
     def _finish(self, held: SequenceState, status: SequenceStatus) -> FinishedSequence:
         self._keep(held)
         return super()._finish(held, status)
 
     def _keep(self, held: SequenceState) -> None:
-        """Has the registered blocks of a sequence saved, which ends."""
+        """Keeps the registered blocks of a sequence, which ends: all of them are used now, and gaps are filled."""
         num_registered = held.register_at // self.blocks.block_size - 1
         if self.tiers is not None and self._block_hashes is not None and num_registered:
             self.transfers.keep(held, self._block_hashes(held.request_id, num_registered)[:num_registered])
@@ -139,7 +147,7 @@ class LeaseExecutor(PlanExecutor):
             return ahead
         if self.host is not None:
             self._begin_offloads(self.host)
-        self.transfers.order_save()
+        self.transfers.order_saves()
         draft = self._select(self._held.values(), within_grants=True)
         self.out_of_grants = draft.out_of_grants
         if not draft.items and draft.out_of_grants and not self._busy:
@@ -272,7 +280,6 @@ class LeaseExecutor(PlanExecutor):
             return False  # the missing block is being computed: this start waits for it, and others may overtake it
         needed = self.blocks.blocks_for(held.num_tokens) - self.blocks.num_held(cached)
         if not self._has_room(needed, draft):
-            self._wait(held, wanted)
             return False
         self.blocks.share(held.request_id, cached)
         table = self.blocks.grow(held.request_id, held.num_tokens)
@@ -294,13 +301,6 @@ class LeaseExecutor(PlanExecutor):
         if back is not None:
             self.transfers.bring_back(held, names, first, back)
         return back is not None
-
-    def _wait(self, held: SequenceState, wanted: int) -> None:
-        """Keeps what the tiers have of a sequence that waits for room."""
-        tiers = self.tiers
-        if tiers is not None and self._block_hashes is not None:
-            limit = (wanted - 1) // self.blocks.block_size
-            tiers.wait(held.request_id, self._block_hashes(held.request_id, limit)[:limit])
 
     def _has_room(self, needed: int, draft: BatchDraft) -> bool:
         """Returns whether ``needed`` blocks are free for a start; if not, no sequence of lower rank overtakes it."""
@@ -472,7 +472,10 @@ class LeaseExecutor(PlanExecutor):
         first, end = held.register_at // size - 1, held.computed_len // size
         held.register_at = (end + 1) * size
         if self._block_hashes is not None and end > first:
-            self.blocks.register(held.request_id, first, self._block_hashes(held.request_id, end), end)
+            hashes = self._block_hashes(held.request_id, end)
+            self.blocks.register(held.request_id, first, hashes, end)
+            if self.tiers is not None:  # at once: where memory is short, they are evicted when the sequence has ended
+                self.transfers.keep(held, hashes[:end], first)
 
     def flush(self) -> list[FinishedSequence]:
         """Returns no sequence: a complete one has ended already."""

@@ -18,8 +18,9 @@ from farsight.core.request import Residency
 
 HOUR_S = 3600.0
 
-MOST_SAVED = 16
-"""Most blocks of one order to save; the device holds these blocks until they are copied."""
+MOST_SAVED = 256
+"""Most blocks of one order to save. An order begins between two steps and runs beside them, so that a step may fill no
+more blocks than this: thousands of tokens. The shell copies a few blocks at a time, so that they take little memory."""
 
 EAGER_SHARE = 0.5
 """Share of the hour's writes that is kept until the host tier is nearly full: blocks that leave it would be lost."""
@@ -134,7 +135,7 @@ class Save(NamedTuple):
 
     Attributes:
         source: DEVICE, or HOST for blocks that go on to the disk.
-        to: HOST or DISK.
+        to: HOST, or DISK; from the device to the disk only where the host has no tier.
     """
 
     source: Residency
@@ -230,26 +231,25 @@ class TierIndex:
 class KVTiers:
     """The tiers below one device's pool.
 
-    Shell protocol, all between steps: ``tick``; ``ended`` when a sequence has ended; ``next_save`` until it returns
-    None, each answered by ``saved``; ``worth`` for a sequence about to start, then ``begin_return`` and ``returned``;
-    ``take_dropped`` gives what is to be deleted.
+    Shell protocol, all between steps: ``tick``; ``keep`` when a sequence has filled blocks, and all of them when it
+    has ended; ``next_save`` for each tier, answered by ``saved``; ``worth`` for a sequence about to start, then
+    ``begin_return`` and ``returned``; ``take_dropped`` gives what is to be deleted.
 
     Attributes:
-        host, disk: What lies there; where the host has no tier of its own, blocks on their way to the disk.
+        host, disk: What lies there.
         counts: Blocks moved so far.
-        outcomes: By the number of a copy, how many of its blocks, the first ones, came back as they were, and in how
-            many seconds; 0 for blocks that could not be written. The shell says so where it is not all of them, or
-            where it has measured.
+        outcomes: By the number of a copy, how many of its blocks, the first ones, were moved as they were, and in how
+            many seconds. The shell says so where it is not all of them, or where it has measured.
     """
 
     def __init__(self, limits: TierLimits, prices: TierPrices | None = None) -> None:
         self.limits = limits
         self.prices = TierPrices() if prices is None else prices
-        self.host = TierIndex(limits.host_blocks or MOST_SAVED)
+        self.host = TierIndex(limits.host_blocks)
         self.disk = TierIndex(limits.disk_blocks, min(limits.owner_blocks, limits.disk_blocks))
         self.counts = TierCounts()
         self.outcomes: dict[int, tuple[int, float | None]] = {}
-        self._unsaved: dict[int, BlockName] = {}  # ended sequences' blocks, in the order in which they are saved
+        self._unsaved: dict[int, BlockName] = {}  # in the order in which they are saved
         self._most_unsaved = _FEW_UNSAVED
         self._leaving: deque[BlockName] = deque()  # of the host tier, on to the disk
         self._saving: set[int] = set()
@@ -367,8 +367,8 @@ class KVTiers:
 
     # -- Downwards
 
-    def ended(self, blocks: Iterable[BlockName]) -> None:
-        """Remembers the full blocks of a sequence that has ended, parents first: those that no tier has are saved."""
+    def keep(self, blocks: Iterable[BlockName]) -> None:
+        """Has full blocks of a sequence saved, parents first, and counts another use of those that a tier has."""
         known = []
         for block in blocks:
             if self.tier_of(block.name) is not None:
@@ -377,50 +377,56 @@ class KVTiers:
                 self._unsaved.setdefault(block.name, block)
         self._touch(known)
 
-    def next_save(self, is_cached: Callable[[int], bool]) -> Save | None:
-        """Returns the next order to save blocks; None where nothing is to be saved, or nothing may be written now.
+    def next_save(self, to: Residency, is_cached: Callable[[int], bool]) -> Save | None:
+        """Returns the next order to save blocks to a tier; None where nothing is to be saved, or may be written now.
 
-        A block goes to the host, and from there to the disk. Where the host has no tier, it only passes through.
+        Blocks go to the host, and from there to the disk; where the host has no tier, from the device to the disk.
 
         Args:
             is_cached: Whether the device still has a block.
         """
-        save = self._next_leaving()
-        if save is None and not (self._passes and self.host):
-            save = self._next_unsaved(is_cached)
-        if save is not None:
-            self._saving.update(block.name for block in save.blocks)
-        return save
-
-    @property
-    def _passes(self) -> bool:
-        return not self.limits.host_blocks
+        has_host = bool(self.limits.host_blocks)
+        if to is Residency.HOST:
+            # No more than a part of the tier at once: what leaves it must have been written to the disk before.
+            blocks = self._take_unsaved(is_cached, max(1, self.limits.host_blocks // 4)) if has_host else []
+        elif has_host:
+            blocks = self._take_leaving()
+        else:
+            blocks = self._take_unsaved(is_cached, self._room_to_write(0.0))
+        if not blocks:
+            return None
+        if to is Residency.DISK:
+            self._may_write -= len(blocks) * self.limits.block_bytes
+        self._saving.update(block.name for block in blocks)
+        from_host = has_host and to is Residency.DISK
+        return Save(Residency.HOST if from_host else Residency.DEVICE, to, tuple(blocks))
 
     def _room_to_write(self, kept_share: float) -> int:
         """Counts the blocks that may be written to the disk now, besides a share of the hour's bytes."""
         per_hour, size = self.limits.write_bytes_per_hour, self.limits.block_bytes
+        if not self.limits.disk_blocks:
+            return 0
         if not per_hour or not size:
             return MOST_SAVED
-        return min(MOST_SAVED, max(0, int(self._may_write - kept_share * per_hour) // size))
+        return max(0, int(self._may_write - kept_share * per_hour) // size)
 
-    def _next_leaving(self) -> Save | None:
+    def _take_leaving(self) -> list[BlockName]:
         is_full = len(self.host) >= NEARLY_FULL * self.host.capacity
-        room = self._room_to_write(0.0 if is_full or self._passes else EAGER_SHARE)
+        room = min(MOST_SAVED, self._room_to_write(0.0 if is_full else EAGER_SHARE))
         blocks = list[BlockName]()
         while self._leaving and len(blocks) < room:
             block = self._leaving.popleft()
             if block.name in self.host and block.name not in self.disk and block.name not in self._saving:
                 blocks.append(block)
-        self._may_write -= len(blocks) * self.limits.block_bytes
-        return Save(Residency.HOST, Residency.DISK, tuple(blocks)) if blocks else None
+        return blocks
 
-    def _next_unsaved(self, is_cached: Callable[[int], bool]) -> Save | None:
+    def _take_unsaved(self, is_cached: Callable[[int], bool], most: int) -> list[BlockName]:
         if len(self._unsaved) > self._most_unsaved:  # blocks that the device has evicted may lie behind the first
             known = len(self._unsaved)
             self._unsaved = {name: block for name, block in self._unsaved.items() if is_cached(name)}
             self._most_unsaved = max(_FEW_UNSAVED, 2 * len(self._unsaved))
             self.count(unsaved=known - len(self._unsaved))
-        room, blocks = self._room_to_write(0.0) if self._passes else MOST_SAVED, list[BlockName]()
+        room, blocks = min(MOST_SAVED, most), list[BlockName]()
         while self._unsaved and len(blocks) < room:
             name = next(iter(self._unsaved))
             block = self._unsaved.pop(name)
@@ -428,26 +434,24 @@ class KVTiers:
                 blocks.append(block)
             else:
                 self.count(unsaved=1)
-        return Save(Residency.DEVICE, Residency.HOST, tuple(blocks)) if blocks else None
+        return blocks
 
-    def saved(self, save: Save, *, failed: bool = False, spoiled: Collection[int] = ()) -> None:
+    def saved(self, save: Save, num_good: int | None = None, spoiled: Collection[int] = ()) -> None:
         """Books the end of an order to save blocks; what could not be written is no longer tried.
 
         Args:
-            spoiled: Names of blocks that were overwritten while they were read.
+            num_good: The first so many blocks were written; None for all.
+            spoiled: Names of blocks that were overwritten before they were read.
         """
         self._saving.difference_update(block.name for block in save.blocks)
-        good = [block for block in save.blocks if not failed and block.name not in spoiled]
+        good = [block for block in save.blocks[:num_good] if block.name not in spoiled]
         self.count(unsaved=len(save.blocks) - len(good))
         if save.to is Residency.HOST:
-            self._dropped += [(Residency.HOST, block) for block in save.blocks if block.name in spoiled]
             self.count(host_saved=len(good))
             if self.limits.disk_blocks:
                 self._leaving.extend(good)
         else:
             self.count(disk_saved=len(good))
-            if self._passes:
-                self._dropped += [(Residency.HOST, block) for block in save.blocks if self.host.remove(block.name)]
         index = self.host if save.to is Residency.HOST else self.disk
         for block in reversed(good):
             index.put(block)

@@ -87,7 +87,7 @@ class Talker:
         """Runs until everything that is to be saved is saved."""
         executor = self.engine.worker.executor
         assert isinstance(executor, LeaseExecutor)
-        while self.engine.worker.begin_step() is None and executor.transfers._save is not None:
+        while self.engine.worker.begin_step() is None and executor.transfers._saving:
             self.engine.worker.wait_for_copy()
 
 
