@@ -297,7 +297,7 @@ class LeaseExecutor(PlanExecutor):
             return False
         tiers.leave(held.request_id)
         names = self._block_hashes(held.request_id, limit)
-        back = tiers.worth(names, first, limit, self.blocks.block_size)
+        back = tiers.worth(names, first, limit, self.blocks.block_size, len(self._held))
         if back is not None:
             self.transfers.bring_back(held, names, first, back)
         return back is not None

@@ -311,11 +311,17 @@ class KVTiers:
             if len(index):
                 index.touch(reversed(names))
 
-    def worth(self, names: Sequence[int], first: int, end: int, block_size: int) -> Return | None:
+    def worth(
+        self, names: Sequence[int], first: int, end: int, block_size: int, num_held: int = 1
+    ) -> Return | None:
         """Returns the blocks from ``first`` on that come back cheaper than they are computed; None if none does.
 
         Among all beginnings of the chain that lies below without a gap, it is the one that saves most. Before a price
         is known, what lies below comes back.
+
+        Args:
+            num_held: Sequences that wait for the device, this one included: what it computes delays them all, and what
+                comes back meanwhile delays this one alone.
         """
         token_s = self.prices.prefill_token_s
         computed_s = 0.0 if token_s is None else token_s * block_size
@@ -327,7 +333,7 @@ class KVTiers:
                 break
             tiers.append(tier)
             seconds += self.prices.block_s(tier)
-            saved = len(tiers) * computed_s - seconds
+            saved = len(tiers) * computed_s * num_held - seconds
             if token_s is None or saved > most_saved:
                 best, best_s, most_saved = len(tiers), seconds, saved
         if not best:

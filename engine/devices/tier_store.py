@@ -43,7 +43,7 @@ class TierStore(KVCopier):
     Args:
         pool, host: As of ``KVCopier``.
         files: The disk tier.
-        has_read: ``BlockManager.has_read`` of the pool's blocks.
+        blocks: Of the pool.
         clock: Seconds, monotonic.
     """
 
@@ -53,11 +53,11 @@ class TierStore(KVCopier):
         host: KVPool | None,
         tiers: KVTiers,
         files: KVFiles,
-        has_read: Callable[[int, int], bool],
+        blocks: BlockManager,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(pool, host)
-        self._pool, self._tiers, self._files, self._has_read, self._clock = pool, tiers, files, has_read, clock
+        self._pool, self._tiers, self._files, self._blocks, self._clock = pool, tiers, files, blocks, clock
         self._rows: dict[int, Tensor] = {}  # the host tier, by name
         self._take = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-keep")
         self._down = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-save")
@@ -68,6 +68,9 @@ class TierStore(KVCopier):
     def look(self, names: Sequence[int], tenant: str) -> None:
         if names and self._tiers.tier_of(names[-1]) is None:
             self._found.append(self._files.find(names, tenant))
+        first = next((i for i, name in enumerate(names) if not self._blocks.caches(name)), len(names))
+        if first < len(names):  # it may wait for its step; until then the system reads
+            self._up.submit(self._files.read_ahead, names, tenant, first)
 
     def take_done(self) -> list[tuple[int, bool]]:
         self._drop()
@@ -104,7 +107,7 @@ class TierStore(KVCopier):
         for first in range(0, len(copy.source), len(rows)):
             blocks, names = copy.source[first : first + len(rows)], copy.names[first : first + len(rows)]
             self._pool.read_blocks(blocks, rows[: len(blocks)])
-            intact = [self._has_read(block, each.name) for block, each in zip(blocks, names, strict=True)]
+            intact = [self._blocks.has_read(block, each.name) for block, each in zip(blocks, names, strict=True)]
             yield from itertools.compress(zip(names, rows, strict=False), intact)
 
     def _hold(self, copy: KVCopy) -> None:
@@ -204,7 +207,7 @@ def open_tiers(
     tiers = KVTiers(limits)
     tiers.learn(files.blocks())
     host = device.copier.host if isinstance(device.copier, KVCopier) else None
-    store = TierStore(pool, host, tiers, files, blocks.has_read)
+    store = TierStore(pool, host, tiers, files, blocks)
     logger.info("%d blocks of KV from earlier requests are in %s", len(tiers.disk), folder)
     return tiers, store
 

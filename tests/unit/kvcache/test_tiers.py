@@ -149,6 +149,14 @@ def test_what_is_cheaper_to_compute_stays_and_the_rest_comes_back(token_s: float
     assert (0 if expected is None else len(expected.tiers)) == num_back
 
 
+def test_a_return_spares_all_that_wait_for_the_device() -> None:
+    tiers = KVTiers(TierLimits(disk_blocks=100), TierPrices(0.001, 0.0, 0.1))
+    save_all(tiers, chain(1, 8))
+    assert tiers.worth(range(1, 9), 0, 8, 32, num_held=3) is None
+    expected = tiers.worth(range(1, 9), 0, 8, 32, num_held=4)
+    assert expected is not None and len(expected.tiers) == 8
+
+
 def test_a_return_behind_others_is_dearer() -> None:
     tiers = KVTiers(TierLimits(disk_blocks=100), TierPrices(0.01, 0.0, 0.2))
     save_all(tiers, chain(1, 8))
