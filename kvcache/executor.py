@@ -47,6 +47,7 @@ class SequenceState:
         dropped_len: Tokens whose KV was computed and has been dropped.
         cut_off_at_s: ``Slot.cut_off_at_s`` under which its last step was cut off; 0 if none was.
         shares: Whether its blocks may serve other sequences.
+        is_kept: Whether its blocks are saved to the tiers.
         brought: What came back from the tiers; None if nothing did.
     """
 
@@ -71,6 +72,7 @@ class SequenceState:
     cut_off_at_s: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
     shares: bool = True
+    is_kept: bool = True
     brought: Brought | None = None
 
     @property

@@ -65,18 +65,18 @@ class LeaseExecutor(PlanExecutor):
         self.tiers = self.transfers.tiers = tiers
 
     def apply_plan(self, plan: Plan) -> list[str]:
-        if self.tiers is None:
+        tiers, before = self.tiers, self._held
+        if tiers is None or self._block_hashes is None:
             return super().apply_plan(plan)
         stays = {slot.request_id for slot in plan.slots}
-        for held in self._held.values():
+        for held in before.values():
             if held.request_id not in stays:  # what a client has broken off, he may go on with
                 self._keep(held)
-        before = self._held
         forgotten = super().apply_plan(plan)
         for held in self._held.values():
-            if before.get(held.request_id) is not held and self._block_hashes is not None:
+            if before.get(held.request_id) is not held:
                 num_full = held.num_tokens // self.blocks.block_size
-                self.tiers.wait(held.request_id, self._block_hashes(held.request_id, num_full)[:num_full])
+                tiers.wait(held.request_id, self._block_hashes(held.request_id, num_full)[:num_full])
         return forgotten
 
     def _finish(self, held: SequenceState, status: SequenceStatus) -> FinishedSequence:
@@ -87,7 +87,7 @@ class LeaseExecutor(PlanExecutor):
         """Keeps the registered blocks of a sequence, which ends: all of them are used now, and gaps are filled."""
         num_registered = held.register_at // self.blocks.block_size - 1
         if self.tiers is not None and self._block_hashes is not None and num_registered:
-            self.transfers.keep(held, self._block_hashes(held.request_id, num_registered)[:num_registered])
+            self.transfers.keep(held, self._block_hashes(held.request_id, num_registered), 0, num_registered)
 
     def _free(self, held: SequenceState) -> None:
         """Frees the sequence's blocks; blocks of a copy in flight only when the copy is done."""
@@ -297,6 +297,8 @@ class LeaseExecutor(PlanExecutor):
             return False
         tiers.leave(held.request_id)
         names = self._block_hashes(held.request_id, limit)
+        if not held.num_preemptions:
+            held.is_kept = tiers.pays(names[:limit], first)
         back = tiers.worth(names, first, limit, self.blocks.block_size, len(self._held))
         if back is not None:
             self.transfers.bring_back(held, names, first, back)
@@ -474,8 +476,7 @@ class LeaseExecutor(PlanExecutor):
         if self._block_hashes is not None and end > first:
             hashes = self._block_hashes(held.request_id, end)
             self.blocks.register(held.request_id, first, hashes, end)
-            if self.tiers is not None:  # at once: where memory is short, they are evicted when the sequence has ended
-                self.transfers.keep(held, hashes[:end], first)
+            self.transfers.keep(held, hashes, first, end)  # when it has ended, they may be evicted at once
 
     def flush(self) -> list[FinishedSequence]:
         """Returns no sequence: a complete one has ended already."""

@@ -27,10 +27,19 @@ EAGER_SHARE = 0.5
 
 NEARLY_FULL = 0.75
 
+MANY_RETURN = 0.1
+"""Share of requests that continue an earlier one from which on all are saved; below it, only what has been continued."""
+
+MOST_PASSED_OVER = 1 << 16
+"""Most names kept of blocks that were not saved, to see whether they are asked for again."""
+
 _FEW_UNSAVED = 1024
 
 MEMORY = 0.9
 """Weight of what was measured before, at each new measurement of a price."""
+
+RETURNS_MEMORY = 0.95
+"""Weight of earlier requests in the share of those that continue one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +258,8 @@ class KVTiers:
         self.disk = TierIndex(limits.disk_blocks, min(limits.owner_blocks, limits.disk_blocks))
         self.counts = TierCounts()
         self.outcomes: dict[int, tuple[int, float | None]] = {}
+        self._return_share = 1.0  # before anything is known, all is saved
+        self._passed_over: dict[int, None] = {}  # the latest last
         self._unsaved: dict[int, BlockName] = {}  # in the order in which they are saved
         self._most_unsaved = _FEW_UNSAVED
         self._leaving: deque[BlockName] = deque()  # of the host tier, on to the disk
@@ -372,6 +383,28 @@ class KVTiers:
                 self._dropped.append((tier, block))
 
     # -- Downwards
+
+    def pays(self, names: Sequence[int], first: int) -> bool:
+        """Returns whether a sequence that starts is worth saving; learns how many continue an earlier one.
+
+        Writing a block costs time of a processor. Where nobody returns, nothing is written.
+
+        Args:
+            names: Of its full blocks.
+            first: So many of them are on the device.
+        """
+        end = first
+        while end < len(names) and (self.tier_of(names[end]) is not None or names[end] in self._passed_over):
+            end += 1
+        continues = 0 < len(names) <= 2 * end
+        self._return_share = RETURNS_MEMORY * self._return_share + (1 - RETURNS_MEMORY) * continues
+        return continues or self._return_share >= MANY_RETURN
+
+    def pass_over(self, names: Iterable[int]) -> None:
+        """Notes blocks that are not saved."""
+        self._passed_over.update(dict.fromkeys(names))
+        while len(self._passed_over) > MOST_PASSED_OVER:
+            del self._passed_over[next(iter(self._passed_over))]
 
     def keep(self, blocks: Iterable[BlockName]) -> None:
         """Has full blocks of a sequence saved, parents first, and counts another use of those that a tier has."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from farsight.core.errors import IntegrityError
@@ -173,10 +174,15 @@ class Transfers:
             held.cached_len += num_tokens
         return held
 
-    def keep(self, held: SequenceState, names: Sequence[int], first: int = 0) -> None:
-        """Has registered blocks of a sequence saved, from block ``first`` on, unless they serve it alone."""
-        if self.tiers is not None and held.shares:
-            self.tiers.keep(_named(names, held.tenant, first))
+    def keep(self, held: SequenceState, names: Sequence[int], first: int, end: int) -> None:
+        """Has the registered blocks ``first`` to ``end - 1`` of a sequence saved, unless they serve it alone."""
+        if self.tiers is None or not held.shares:
+            return
+        if held.is_kept:
+            parents = (names[i - 1] if i else NO_PARENT for i in range(first, end))
+            self.tiers.keep(map(BlockName, names[first:end], parents, itertools.repeat(held.tenant)))
+        else:
+            self.tiers.pass_over(names[first:end])
 
     def order_saves(self) -> None:
         """Begins the next saves, beside the steps; one for each tier is under way at a time."""
@@ -223,11 +229,6 @@ class Transfers:
         used = sum(len(self.host.table(owner)) for owner in owners)
         if used + self.host.num_free != self.host.num_blocks:
             raise IntegrityError(f"{used} host blocks held by known sequences, {self.host.num_free} free")
-
-
-def _named(names: Sequence[int], owner: str, first: int) -> Iterator[BlockName]:
-    for i in range(first, len(names)):
-        yield BlockName(names[i], names[i - 1] if i else NO_PARENT, owner)
 
 
 def _orphan(copy_id: int) -> str:

@@ -393,6 +393,24 @@ def test_a_block_that_was_overwritten_while_it_was_read_is_not_kept() -> None:
     machine.check()
 
 
+def test_where_nobody_returns_nothing_is_written_until_somebody_does() -> None:
+    machine, rng = Machine(limits=TierLimits(disk_blocks=1000)), random.Random(6)
+    talks = [tuple(rng.randrange(1000) for _ in range(17)) for _ in range(80)]
+    for number, talk in enumerate(talks):
+        machine.run(f"r{number}", talk)
+    written = machine.tiers.counts.disk_saved
+    assert machine.tiers.tier_of(machine.hashes("r0", 0)[0]) is DISK, "at first it is not known"
+    assert machine.tiers.tier_of(machine.hashes("r79", 0)[0]) is None
+    assert written < 4 * 60
+    for number in (3, 4):  # take its place on the device
+        machine.run(f"x{number}", talks[number][::-1])
+    assert machine.run("again", talks[79]) == 17  # it was not kept, and is from now on
+    assert machine.tiers.counts.disk_saved == written + 4
+    for number in range(3):
+        machine.run(f"x{number}", talks[number][::-1])
+    assert machine.run("and again", talks[79]) == 1
+
+
 def test_a_request_that_shares_nothing_is_not_saved() -> None:
     machine = Machine()
     sampling = SamplingParams(1, logprobs=1, prompt_logprobs=True)
