@@ -132,11 +132,13 @@ class Return(NamedTuple):
         tiers: Where each block lies, in their order.
         seconds: Expected seconds to bring them back, behind what comes back already.
         compute_s: Expected seconds to compute them; None before anything was measured.
+        own_s: Expected seconds of these blocks alone, behind nothing.
     """
 
     tiers: tuple[Residency, ...]
     seconds: float
     compute_s: float | None
+    own_s: float
 
 
 class Save(NamedTuple):
@@ -349,13 +351,14 @@ class KVTiers:
                 best, best_s, most_saved = len(tiers), seconds, saved
         if not best:
             return None
-        return Return(tuple(tiers[:best]), best_s, None if token_s is None else computed_s * best)
+        own_s = best_s - self._coming_s
+        return Return(tuple(tiers[:best]), best_s, None if token_s is None else computed_s * best, own_s)
 
     def begin_return(self, names: Sequence[int], expected: Return) -> None:
         """Books that these blocks are on their way to the device."""
         self._apart.update(names)
         self._touch(names)
-        self._coming_s += sum(map(self.prices.block_s, expected.tiers))
+        self._coming_s += expected.own_s
 
     def returned(self, names: Sequence[int], expected: Return, num_good: int, seconds: float | None = None) -> None:
         """Books the end of a return.
@@ -366,7 +369,7 @@ class KVTiers:
             seconds: What it took; None where the shell has not measured it.
         """
         self._release(names)
-        self._coming_s = max(0.0, self._coming_s - sum(map(self.prices.block_s, expected.tiers)))
+        self._coming_s = max(0.0, self._coming_s - expected.own_s)  # as it was booked, whatever prices are by now
         tiers = Counter(expected.tiers[:num_good])
         self.count(host_brought=tiers[Residency.HOST], disk_brought=tiers[Residency.DISK])
         if num_good < len(names):

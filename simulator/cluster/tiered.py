@@ -74,16 +74,18 @@ class TieredReplica(Replica):
             return super()._copy_done_at(copy, now)
         num = len(copy.names)
         num_disk = num if copy.to is Residency.DISK else copy.tiers.count(Residency.DISK)
-        done_at = now
+        began_at = done_at = now
         if copy.source or copy.target:  # it crosses the link
             direction = Residency.DEVICE if copy.target else Residency.HOST
-            done_at = self._link_free_at[direction] = max(now, self._link_free_at[direction]) + num * self._link_s
+            began_at = max(now, self._link_free_at[direction])
+            done_at = self._link_free_at[direction] = began_at + num * self._link_s
         if num_disk:
             used = Residency.DISK if copy.to is Residency.DISK else Residency.DEVICE
-            self._disk_free_at[used] = max(now, self._disk_free_at[used]) + num_disk * self._disk_s
+            began_at = max(now, self._disk_free_at[used])
+            self._disk_free_at[used] = began_at + num_disk * self._disk_s
             done_at = max(done_at, self._disk_free_at[used])
         if copy.target:
-            self._returns[copy.copy_id] = num, now
+            self._returns[copy.copy_id] = num, began_at
             return done_at
         heapq.heappush(self._saves, (done_at, copy.copy_id))
         return None

@@ -165,7 +165,9 @@ def test_a_return_behind_others_is_dearer() -> None:
     assert first is not None and second is not None
     tiers.begin_return(range(1, 9), first)
     assert tiers.worth([11, 12], 0, 2, 32) is None
-    tiers.returned(range(1, 9), first, 8, 1.6)
+    tiers.prices.disk_block_s = 0.1  # by other measurements: what is booked is taken off all the same
+    tiers.returned(range(1, 9), first, 8, 0.8)
+    tiers.prices.disk_block_s = 0.2
     assert tiers.worth([11, 12], 0, 2, 32) == second
 
 
