@@ -301,6 +301,7 @@ def test_the_index_is_the_listing_and_strangers_are_not_in_it(tmp_path: Path, mo
         assert sorted(path.name[:16] for path in folder.iterdir() if path.suffix == ".kv" and path.is_file()) != []
         assert not part.exists()
         assert (folder / "readme").exists()
+        files.read_ahead([1, 2, 3, 4], "", 1)  # as far as they are there
         assert files.find([1, 2, 3, 4], "") == [BlockName(1, 0), BlockName(2, 1), BlockName(3, 2)]
 
 
