@@ -210,7 +210,7 @@ def build_worker(
     if engine.disk_kv and isinstance(config, DecoderConfig) and isinstance(executor, LeaseExecutor):
         from farsight.engine.devices.tier_store import open_tiers
 
-        tiers, copier = open_tiers(model_dir, config, engine, device, weights, host_tier)
+        tiers, copier = open_tiers(model_dir, config, engine, device, weights, host_tier, blocks)
         executor.keep_tiers(tiers)
     grammars = None
     if encoder is None and not engine.profile:

@@ -59,25 +59,33 @@ class LeaseExecutor(PlanExecutor):
             self._states = StateCheckpoints(num_places, self.blocks.block_size, spacing, self._block_hashes)
 
     def keep_tiers(self, tiers: KVTiers) -> None:
-        """Saves what ended sequences leave and brings it back; call it after ``share_prefixes``, before any plan."""
+        """Saves what sequences compute and brings it back; call it after ``share_prefixes``, before any plan."""
         self.tiers = self.transfers.tiers = tiers
 
     def apply_plan(self, plan: Plan) -> list[str]:
-        if self.tiers is not None:  # what a client has broken off, he may go on with
-            stays = {slot.request_id for slot in plan.slots}
-            for request_id in [each for each in self._held if each not in stays]:
-                self._keep(self._held[request_id])
-        return super().apply_plan(plan)
+        tiers, before = self.tiers, self._held
+        if tiers is None or self._block_hashes is None:
+            return super().apply_plan(plan)
+        stays = {slot.request_id for slot in plan.slots}
+        for held in before.values():
+            if held.request_id not in stays:  # what a client has broken off, he may go on with
+                self._keep(held)
+        forgotten = super().apply_plan(plan)
+        for held in self._held.values():
+            if before.get(held.request_id) is not held:
+                num_full = held.num_tokens // self.blocks.block_size
+                tiers.wait(held.request_id, self._block_hashes(held.request_id, num_full)[:num_full])
+        return forgotten
 
     def _finish(self, held: SequenceState, status: SequenceStatus) -> FinishedSequence:
         self._keep(held)
         return super()._finish(held, status)
 
     def _keep(self, held: SequenceState) -> None:
-        """Has the registered blocks of a sequence saved, which ends."""
+        """Keeps the registered blocks of a sequence, which ends: all of them are used now, and gaps are filled."""
         num_registered = held.register_at // self.blocks.block_size - 1
         if self.tiers is not None and self._block_hashes is not None and num_registered:
-            self.transfers.keep(held, self._block_hashes(held.request_id, num_registered)[:num_registered])
+            self.transfers.keep(held, self._block_hashes(held.request_id, num_registered), 0, num_registered)
 
     def _free(self, held: SequenceState) -> None:
         """Frees the sequence's blocks; blocks of a copy in flight only when the copy is done."""
@@ -139,7 +147,7 @@ class LeaseExecutor(PlanExecutor):
             return ahead
         if self.host is not None:
             self._begin_offloads(self.host)
-        self.transfers.order_save()
+        self.transfers.order_saves()
         draft = self._select(self._held.values(), within_grants=True)
         self.out_of_grants = draft.out_of_grants
         if not draft.items and draft.out_of_grants and not self._busy:
@@ -274,7 +282,6 @@ class LeaseExecutor(PlanExecutor):
             return False  # the missing block is being computed: this start waits for it, and others may overtake it
         needed = self.blocks.blocks_for(held.num_tokens) - self.blocks.num_held(cached)
         if not self._has_room(needed, draft):
-            self._wait(held, wanted)
             return False
         self.blocks.share(held.request_id, cached)
         table = self.blocks.grow(held.request_id, held.num_tokens)
@@ -293,17 +300,12 @@ class LeaseExecutor(PlanExecutor):
             return False
         tiers.leave(held.request_id)
         names = self._block_hashes(held.request_id, limit)
-        back = tiers.worth(names, first, limit, self.blocks.block_size)
+        if not held.num_preemptions:
+            held.is_kept = tiers.pays(names[:limit], first)
+        back = tiers.worth(names, first, limit, self.blocks.block_size, len(self._held))
         if back is not None:
             self.transfers.bring_back(held, names, first, back)
         return back is not None
-
-    def _wait(self, held: SequenceState, wanted: int) -> None:
-        """Keeps what the tiers have of a sequence that waits for room."""
-        tiers = self.tiers
-        if tiers is not None and self._block_hashes is not None:
-            limit = (wanted - 1) // self.blocks.block_size
-            tiers.wait(held.request_id, self._block_hashes(held.request_id, limit)[:limit])
 
     def _has_room(self, needed: int, draft: BatchDraft) -> bool:
         """Returns whether ``needed`` blocks are free for a start; if not, no sequence of lower rank overtakes it."""
@@ -483,7 +485,9 @@ class LeaseExecutor(PlanExecutor):
         first, end = held.register_at // size - 1, held.computed_len // size
         held.register_at = (end + 1) * size
         if self._block_hashes is not None and end > first:
-            self.blocks.register(held.request_id, first, self._block_hashes(held.request_id, end), end)
+            hashes = self._block_hashes(held.request_id, end)
+            self.blocks.register(held.request_id, first, hashes, end)
+            self.transfers.keep(held, hashes, first, end)  # when it has ended, they may be evicted at once
 
     def flush(self) -> list[FinishedSequence]:
         """Returns no sequence: a complete one has ended already."""
