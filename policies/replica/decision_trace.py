@@ -115,6 +115,12 @@ class Accounts:
         closed, self._closed = self._closed, []
         return closed
 
+    def reclaim(self, request_id: str) -> Account | None:
+        """Takes the account that was closed last, if it is this request's: it goes on elsewhere."""
+        if self._closed and self._closed[-1].request.request_id == request_id:
+            return self._closed.pop()
+        return None
+
     def of(self, response_id: str) -> Iterator[Account]:
         """Yields the open accounts of one answer. O(requests)."""
         for account in self._open.values():

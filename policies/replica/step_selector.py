@@ -17,7 +17,14 @@ from farsight.policies.order.offload_orders import ask
 from farsight.policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from farsight.policies.replica.mirror import WorkerMirror
 from farsight.policies.replica.order_check import OffloadClient, standing_orders
-from farsight.policies.replica.places import PlaceLimit, all_stream, due_first, next_blocks, step_aside, with_room
+from farsight.policies.replica.places import (
+    PlaceLimit,
+    all_stream,
+    due_first,
+    next_blocks,
+    step_aside,
+    with_room,
+)
 from farsight.policies.tenancy.fair_shares import FairShares
 
 
