@@ -16,6 +16,7 @@ from farsight.engine.checkpoint.families.gguf import GGUF_FAMILIES, GGUFFamily
 from farsight.tokenization.gguf_file import GGUFFile, GGUFTensor
 from farsight.tokenization.gguf_texts import gguf_end_ids
 
+_MOST_LAYERS = 1 << 12
 _ELSEWHERE = "serve it with llama.cpp behind [[replica]]"
 _FAMILY_ELSEWHERE = f"take the model's safetensors directory, whose families are more, or {_ELSEWHERE}"
 _EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
@@ -64,8 +65,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     embedding = _tensor(file, "token_embd.weight")
     head_dim = keys.size("attention.key_length", hidden // heads)
     num_layers = keys.size("block_count") - keys.size("nextn_predict_layers", 0)  # those guess further tokens
-    if num_layers > len(file.tensors):  # before anything is made of each layer
-        raise keys.error("block_count", f"at most the file's {len(file.tensors)} tensors")
+    if num_layers > _MOST_LAYERS:  # before anything is made of each layer
+        raise keys.error("block_count", f"at most {_MOST_LAYERS}")
     if keys.size("attention.value_length", head_dim) != head_dim:
         raise keys.error("attention.value_length", f"the key_length, {head_dim}")
     biased = any(keys.has(f"blk.{i}.attn_q.bias") for i in range(num_layers))

@@ -258,7 +258,10 @@ def test_hits_and_misses_give_the_same_bits(
     hits = queries = 0
     for some in range(seeds.start, seeds.stop, 3):
         rng = random.Random(some)
-        sizes = {"max_batch_tokens": rng.randint(5, 40), "state_memory": str(rng.randint(1, 9) * config.state_bytes)}
+        sizes: dict[str, Any] = {
+            "max_batch_tokens": rng.randint(5, 40),
+            "state_memory": str(rng.randint(1, 9) * config.state_bytes),
+        }
         hit = engine(saved(name), rng.choice([8, 10, 40]), **sizes)
         for seed in range(some, min(some + 3, seeds.stop)):
             prompts = prefixed_prompts(random.Random(seed))

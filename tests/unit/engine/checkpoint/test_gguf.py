@@ -223,7 +223,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("split.count", 3, "llama-gguf-split"),
     ("llama.block_count", "2", "block_count"),
     ("llama.block_count", None, "block_count"),
-    ("llama.block_count", 1 << 40, "num_hidden_layers"),
+    ("llama.block_count", 1 << 40, "block_count: got 1099511627776, expected at most 4096"),
     ("llama.attention.head_count", 0, "head_count"),
     ("llama.attention.head_count", np.array([4, 4]), "head_count: got 'an array'"),
     ("llama.attention.head_count_kv", 3, "num_key_value_heads"),
