@@ -230,7 +230,7 @@ class DecisionTrace:
         if ahead:
             scheduled.waits_since, scheduled.waits_for = now, "turn"
         if not ahead:
-            facts.update(self._admission.explain(scheduled, now))
+            facts.update(self._admission.explain(scheduled, now) if fact.room is None else fact.room)
         if returns:
             facts["host_tokens"] = scheduled.host_len
             if ahead:

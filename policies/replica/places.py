@@ -1,8 +1,13 @@
-"""How many requests of a replica execute at once."""
+"""How many requests of a replica execute at once, and which step aside for those that are due."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
+
+from farsight.policies.interfaces import Job
 
 
 @dataclass(slots=True)
@@ -16,3 +21,35 @@ class PlaceLimit:
 
     most: int
     num: int
+
+
+def due_first(residents: list[Job]) -> list[Job]:
+    """Returns jobs in the order of their deadlines, the others as they were."""
+    if all(job.deadline_at == math.inf for job in residents):
+        return residents
+    return sorted(residents, key=attrgetter("deadline_at"))
+
+
+def step_aside(residents: Iterable[Job], due: Iterable[Job], room: int) -> tuple[list[Job], list[Job]]:
+    """Lets residents step aside for waiting jobs of their tenant that are due, while there is no place.
+
+    Args:
+        room: Places that are free.
+
+    Returns:
+        Residents and due jobs, best first; and the jobs that stepped aside, which keep their KV and go on as soon as
+        there is a place.
+    """
+    first, aside = list(residents), list[Job]()
+    for job in sorted(due, key=attrgetter("deadline_at"))[room:]:
+        victims = (each for each in reversed(first) if _may_step_aside(each, job))
+        victim = next(victims, None)
+        if victim is not None:
+            first.remove(victim)
+            first.append(job)
+            aside.append(victim)
+    return first, aside[::-1]
+
+
+def _may_step_aside(job: Job, due: Job) -> bool:
+    return job.tenant == due.tenant and job.priority >= due.priority and job.deadline_at == math.inf and job.is_resident

@@ -37,7 +37,8 @@ from farsight.policies.settings import BatchSettings, MlfqRules, PolicySettings
 from tests.protocol.ingress import IngressComponent
 from tests.protocol.model import BLOCK, Client, make_client, text_of
 from tests.protocol.network import Clock, Faults, Network
-from tests.protocol.schedulers import RouterComponent, SchedulerComponent
+from tests.protocol.router import RouterComponent
+from tests.protocol.schedulers import SchedulerComponent
 from tests.protocol.worker import STEP_S, ManagerComponent, WorkerComponent
 
 BUSY_S = 1.5

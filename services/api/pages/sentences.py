@@ -216,6 +216,8 @@ def _standing(facts: Facts) -> str:
 def _room(facts: Facts) -> str:
     """The KV memory that admission counted, without a full stop; empty if it recorded none."""
     limit = f"at most {_count(facts, 'limit_tokens')}"
+    if "longest_tokens" in facts:
+        return f"KV memory lasts for all requests at their longest, {_tokens(facts, 'longest_tokens')}, {limit}"
     if "predicted_peak_tokens" in facts:
         capacity = f" of {_count(facts, 'capacity_tokens')}" if "capacity_tokens" in facts else ""
         return f"KV memory is predicted to peak at {_tokens(facts, 'predicted_peak_tokens')}, {limit}{capacity}"
