@@ -16,7 +16,7 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from agents import (
     Agent,
@@ -30,6 +30,7 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
+from pydantic import Field
 
 NUM_TURNS = 10
 MAX_SHOWN = 600
@@ -42,6 +43,8 @@ COMMANDS = {
     "last_lines": ["tail", "-n", "3"],
 }
 Command = Literal["list", "count", "first_lines", "last_lines"]
+FileName = Annotated[str, Field(max_length=40)]
+"""A bound of its own: a small model may write a name without end, and its turn ends in the middle of the call."""
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -56,14 +59,14 @@ def tools_of(folder: Path) -> list[Tool]:
     """Returns the tools; what they refuse, the model is told."""
 
     @function_tool
-    def read_file(name: str) -> str:
+    def read_file(name: FileName) -> str:
         """Returns the beginning of a file of the folder."""
-        return inside(folder, name[:100]).read_text("utf-8", "replace")[:MAX_SHOWN]
+        return inside(folder, name).read_text("utf-8", "replace")[:MAX_SHOWN]
 
     @function_tool
-    def run_command(command: Command, name: str) -> str:
+    def run_command(command: Command, name: FileName) -> str:
         """Runs a command on a file of the folder; list needs no file."""
-        files = [] if command == "list" else [inside(folder, name[:100]).name]
+        files = [] if command == "list" else [inside(folder, name).name]
         words = [*COMMANDS[command], "--", *files]
         done = subprocess.run(words, cwd=folder, env={"PATH": "/usr/bin:/bin"}, capture_output=True, timeout=10)
         return (done.stdout or done.stderr).decode("utf-8", "replace")[:MAX_SHOWN]

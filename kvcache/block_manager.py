@@ -99,8 +99,8 @@ class BlockManager:
         self._idle: dict[int, None] = {}  # cached blocks that no sequence holds, least recently used first
         self._changed: dict[int, int] | None = None  # names that have come or gone, latest last -> their parents
         self._changed_too_much = False
-        self._reading: frozenset[int] = frozenset()
-        self._spoiled: set[int] = set()  # names of blocks evicted while they were read
+        self._reading: set[int] = set()
+        self._spoiled: set[int] = set()  # names of blocks evicted before they were read
 
     @property
     def num_free(self) -> int:
@@ -172,11 +172,19 @@ class BlockManager:
 
     def begin_reading(self, blocks: Iterable[int]) -> None:
         """Notes cached blocks that are read from now on, beside the steps. They are evicted like any others."""
-        self._reading = frozenset(blocks)
+        self._reading = set(blocks)
+
+    def has_read(self, block: int, name: int) -> bool:
+        """Ends the reading of one block, in any thread; False if it was evicted before: what was read may be another's.
+
+        A block is evicted before a step overwrites it, and each line here is one operation of the interpreter.
+        """
+        self._reading.discard(block)
+        return name not in self._spoiled
 
     def end_reading(self) -> frozenset[int]:
-        """Returns the names of the blocks that were evicted while they were read: what was read may be another's."""
-        spoiled, self._reading, self._spoiled = frozenset(self._spoiled), frozenset(), set()
+        """Ends the reading of all blocks; returns the names of the blocks that were evicted before they were read."""
+        spoiled, self._reading, self._spoiled = frozenset(self._spoiled), set(), set()
         return spoiled
 
     def match(self, hashes: Sequence[int], limit: int) -> list[int]:

@@ -8,28 +8,39 @@ comes in, and so do the seconds that moves took. The simulator and the worker ru
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from farsight.core.errors import IntegrityError, InvalidValueError
 from farsight.core.messages.kv import BlockName
 from farsight.core.request import Residency
+from farsight.kvcache.tier_index import TierIndex
 
 HOUR_S = 3600.0
 
-MOST_SAVED = 16
-"""Most blocks of one order to save; the device holds these blocks until they are copied."""
+MOST_SAVED = 256
+"""Most blocks of one order to save. An order begins between two steps and runs beside them, so that a step may fill no
+more blocks than this: thousands of tokens. The shell copies a few blocks at a time, so that they take little memory."""
 
 EAGER_SHARE = 0.5
 """Share of the hour's writes that is kept until the host tier is nearly full: blocks that leave it would be lost."""
 
 NEARLY_FULL = 0.75
 
+MANY_RETURN = 0.1
+"""Share of requests that continue an earlier one from which on all are saved; below it, only those that do."""
+
+MOST_PASSED_OVER = 1 << 16
+"""Most names kept of blocks that were not saved, to see whether they are asked for again."""
+
 _FEW_UNSAVED = 1024
 
 MEMORY = 0.9
 """Weight of what was measured before, at each new measurement of a price."""
+
+RETURNS_MEMORY = 0.95
+"""Weight of earlier requests in the share of those that continue one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +133,13 @@ class Return(NamedTuple):
         tiers: Where each block lies, in their order.
         seconds: Expected seconds to bring them back, behind what comes back already.
         compute_s: Expected seconds to compute them; None before anything was measured.
+        own_s: Expected seconds of these blocks alone, behind nothing.
     """
 
     tiers: tuple[Residency, ...]
     seconds: float
     compute_s: float | None
+    own_s: float
 
 
 class Save(NamedTuple):
@@ -134,7 +147,7 @@ class Save(NamedTuple):
 
     Attributes:
         source: DEVICE, or HOST for blocks that go on to the disk.
-        to: HOST or DISK.
+        to: HOST, or DISK; from the device to the disk only where the host has no tier.
     """
 
     source: Residency
@@ -142,114 +155,30 @@ class Save(NamedTuple):
     blocks: tuple[BlockName, ...]
 
 
-class TierIndex:
-    """The blocks of one tier, least recently used first.
-
-    Who touches a chain does so from its end, so that a block leaves before its parent.
-
-    Args:
-        capacity: Most blocks.
-        quota: Most blocks of one owner; 0 for no limit of its own.
-    """
-
-    def __init__(self, capacity: int, quota: int = 0) -> None:
-        self.capacity, self.quota = capacity, quota or capacity
-        self._by_owner: dict[str, dict[int, tuple[int, BlockName]]] = {}
-        self._owners: dict[int, str] = {}  # by name
-        self._uses = 0
-
-    def __len__(self) -> int:
-        return len(self._owners)
-
-    def __contains__(self, name: int) -> bool:
-        return name in self._owners
-
-    def blocks(self) -> Iterator[BlockName]:
-        """Yields all blocks, owner by owner, least recently used first."""
-        for entries in self._by_owner.values():
-            yield from (block for _, block in entries.values())
-
-    def block(self, name: int) -> BlockName:
-        """Returns the full name of a block that is here."""
-        return self._by_owner[self._owners[name]][name][1]
-
-    def num_blocks(self, owner: str) -> int:
-        """Returns how many blocks an owner has."""
-        return len(self._by_owner.get(owner, ()))
-
-    def put(self, block: BlockName) -> None:
-        """Adds a block, or counts another use of it; it keeps its first owner."""
-        known = self.remove(block.name)
-        block = block if known is None else known
-        self._uses += 1
-        self._owners[block.name] = block.owner
-        self._by_owner.setdefault(block.owner, {})[block.name] = (self._uses, block)
-
-    def touch(self, names: Iterable[int]) -> None:
-        """Counts a use of each block that is here, the first as the oldest."""
-        owners, by_owner, uses = self._owners, self._by_owner, self._uses
-        for name in names:  # thousands a turn
-            owner = owners.get(name)
-            if owner is not None:
-                uses += 1
-                entries = by_owner[owner]
-                entries[name] = uses, entries.pop(name)[1]
-        self._uses = uses
-
-    def remove(self, name: int) -> BlockName | None:
-        """Takes a block out; None if it is not here."""
-        owner = self._owners.pop(name, None)
-        if owner is None:
-            return None
-        entries = self._by_owner[owner]
-        _, block = entries.pop(name)
-        if not entries:
-            del self._by_owner[owner]
-        return block
-
-    def excess(self, owner: str, apart: Collection[int]) -> BlockName | None:
-        """Takes out the block that leaves next if the tier or this owner has too many; None if neither has.
-
-        Args:
-            apart: Names of blocks that leave after all others.
-        """
-        if self.num_blocks(owner) > self.quota:
-            return self.remove(self._oldest((owner,), apart))
-        return self.remove(self._oldest(self._by_owner, apart)) if len(self) > self.capacity else None
-
-    def _oldest(self, owners: Iterable[str], apart: Collection[int]) -> int:
-        heads = []
-        for owner in owners:
-            entries = self._by_owner[owner]
-            head = next((entry for name, entry in entries.items() if name not in apart), None)
-            first = next(iter(entries.values()))
-            heads.append((head is None, *(first if head is None else head)))
-        return min(heads)[2].name
-
-
 class KVTiers:
     """The tiers below one device's pool.
 
-    Shell protocol, all between steps: ``tick``; ``ended`` when a sequence has ended; ``next_save`` until it returns
-    None, each answered by ``saved``; ``worth`` for a sequence about to start, then ``begin_return`` and ``returned``;
-    ``take_dropped`` gives what is to be deleted.
+    Shell protocol, all between steps: ``tick``; ``keep`` when a sequence has filled blocks, and all of them when it
+    has ended; ``next_save`` for each tier, answered by ``saved``; ``worth`` for a sequence about to start, then
+    ``begin_return`` and ``returned``; ``take_dropped`` gives what is to be deleted.
 
     Attributes:
-        host, disk: What lies there; where the host has no tier of its own, blocks on their way to the disk.
+        host, disk: What lies there.
         counts: Blocks moved so far.
-        outcomes: By the number of a copy, how many of its blocks, the first ones, came back as they were, and in how
-            many seconds; 0 for blocks that could not be written. The shell says so where it is not all of them, or
-            where it has measured.
+        outcomes: By the number of a copy, how many of its blocks, the first ones, were moved as they were, and in how
+            many seconds. The shell says so where it is not all of them, or where it has measured.
     """
 
     def __init__(self, limits: TierLimits, prices: TierPrices | None = None) -> None:
         self.limits = limits
         self.prices = TierPrices() if prices is None else prices
-        self.host = TierIndex(limits.host_blocks or MOST_SAVED)
+        self.host = TierIndex(limits.host_blocks)
         self.disk = TierIndex(limits.disk_blocks, min(limits.owner_blocks, limits.disk_blocks))
         self.counts = TierCounts()
         self.outcomes: dict[int, tuple[int, float | None]] = {}
-        self._unsaved: dict[int, BlockName] = {}  # ended sequences' blocks, in the order in which they are saved
+        self._return_share = 1.0  # before anything is known, all is saved
+        self._passed_over: dict[int, None] = {}  # the latest last
+        self._unsaved: dict[int, BlockName] = {}  # in the order in which they are saved
         self._most_unsaved = _FEW_UNSAVED
         self._leaving: deque[BlockName] = deque()  # of the host tier, on to the disk
         self._saving: set[int] = set()
@@ -311,11 +240,15 @@ class KVTiers:
             if len(index):
                 index.touch(reversed(names))
 
-    def worth(self, names: Sequence[int], first: int, end: int, block_size: int) -> Return | None:
+    def worth(self, names: Sequence[int], first: int, end: int, block_size: int, num_held: int = 1) -> Return | None:
         """Returns the blocks from ``first`` on that come back cheaper than they are computed; None if none does.
 
         Among all beginnings of the chain that lies below without a gap, it is the one that saves most. Before a price
         is known, what lies below comes back.
+
+        Args:
+            num_held: Sequences that wait for the device, this one included: what it computes delays them all, and what
+                comes back meanwhile delays this one alone.
         """
         token_s = self.prices.prefill_token_s
         computed_s = 0.0 if token_s is None else token_s * block_size
@@ -327,18 +260,19 @@ class KVTiers:
                 break
             tiers.append(tier)
             seconds += self.prices.block_s(tier)
-            saved = len(tiers) * computed_s - seconds
+            saved = len(tiers) * computed_s * num_held - seconds
             if token_s is None or saved > most_saved:
                 best, best_s, most_saved = len(tiers), seconds, saved
         if not best:
             return None
-        return Return(tuple(tiers[:best]), best_s, None if token_s is None else computed_s * best)
+        own_s = best_s - self._coming_s
+        return Return(tuple(tiers[:best]), best_s, None if token_s is None else computed_s * best, own_s)
 
     def begin_return(self, names: Sequence[int], expected: Return) -> None:
         """Books that these blocks are on their way to the device."""
         self._apart.update(names)
         self._touch(names)
-        self._coming_s += sum(map(self.prices.block_s, expected.tiers))
+        self._coming_s += expected.own_s
 
     def returned(self, names: Sequence[int], expected: Return, num_good: int, seconds: float | None = None) -> None:
         """Books the end of a return.
@@ -349,7 +283,7 @@ class KVTiers:
             seconds: What it took; None where the shell has not measured it.
         """
         self._release(names)
-        self._coming_s = max(0.0, self._coming_s - sum(map(self.prices.block_s, expected.tiers)))
+        self._coming_s = max(0.0, self._coming_s - expected.own_s)  # as it was booked, whatever prices are by now
         tiers = Counter(expected.tiers[:num_good])
         self.count(host_brought=tiers[Residency.HOST], disk_brought=tiers[Residency.DISK])
         if num_good < len(names):
@@ -367,8 +301,30 @@ class KVTiers:
 
     # -- Downwards
 
-    def ended(self, blocks: Iterable[BlockName]) -> None:
-        """Remembers the full blocks of a sequence that has ended, parents first: those that no tier has are saved."""
+    def pays(self, names: Sequence[int], first: int) -> bool:
+        """Returns whether a sequence that starts is worth saving; learns how many continue an earlier one.
+
+        Writing a block costs time of a processor. Where nobody returns, nothing is written.
+
+        Args:
+            names: Of its full blocks.
+            first: So many of them are on the device.
+        """
+        end = first
+        while end < len(names) and (self.tier_of(names[end]) is not None or names[end] in self._passed_over):
+            end += 1
+        continues = 0 < len(names) <= 2 * end
+        self._return_share = RETURNS_MEMORY * self._return_share + (1 - RETURNS_MEMORY) * continues
+        return continues or self._return_share >= MANY_RETURN
+
+    def pass_over(self, names: Iterable[int]) -> None:
+        """Notes blocks that are not saved."""
+        self._passed_over.update(dict.fromkeys(names))
+        while len(self._passed_over) > MOST_PASSED_OVER:
+            del self._passed_over[next(iter(self._passed_over))]
+
+    def keep(self, blocks: Iterable[BlockName]) -> None:
+        """Has full blocks of a sequence saved, parents first, and counts another use of those that a tier has."""
         known = []
         for block in blocks:
             if self.tier_of(block.name) is not None:
@@ -377,50 +333,56 @@ class KVTiers:
                 self._unsaved.setdefault(block.name, block)
         self._touch(known)
 
-    def next_save(self, is_cached: Callable[[int], bool]) -> Save | None:
-        """Returns the next order to save blocks; None where nothing is to be saved, or nothing may be written now.
+    def next_save(self, to: Residency, is_cached: Callable[[int], bool]) -> Save | None:
+        """Returns the next order to save blocks to a tier; None where nothing is to be saved, or may be written now.
 
-        A block goes to the host, and from there to the disk. Where the host has no tier, it only passes through.
+        Blocks go to the host, and from there to the disk; where the host has no tier, from the device to the disk.
 
         Args:
             is_cached: Whether the device still has a block.
         """
-        save = self._next_leaving()
-        if save is None and not (self._passes and self.host):
-            save = self._next_unsaved(is_cached)
-        if save is not None:
-            self._saving.update(block.name for block in save.blocks)
-        return save
-
-    @property
-    def _passes(self) -> bool:
-        return not self.limits.host_blocks
+        has_host = bool(self.limits.host_blocks)
+        if to is Residency.HOST:
+            # No more than a part of the tier at once: what leaves it must have been written to the disk before.
+            blocks = self._take_unsaved(is_cached, max(1, self.limits.host_blocks // 4)) if has_host else []
+        elif has_host:
+            blocks = self._take_leaving()
+        else:
+            blocks = self._take_unsaved(is_cached, self._room_to_write(0.0))
+        if not blocks:
+            return None
+        if to is Residency.DISK:
+            self._may_write -= len(blocks) * self.limits.block_bytes
+        self._saving.update(block.name for block in blocks)
+        from_host = has_host and to is Residency.DISK
+        return Save(Residency.HOST if from_host else Residency.DEVICE, to, tuple(blocks))
 
     def _room_to_write(self, kept_share: float) -> int:
         """Counts the blocks that may be written to the disk now, besides a share of the hour's bytes."""
         per_hour, size = self.limits.write_bytes_per_hour, self.limits.block_bytes
+        if not self.limits.disk_blocks:
+            return 0
         if not per_hour or not size:
             return MOST_SAVED
-        return min(MOST_SAVED, max(0, int(self._may_write - kept_share * per_hour) // size))
+        return max(0, int(self._may_write - kept_share * per_hour) // size)
 
-    def _next_leaving(self) -> Save | None:
+    def _take_leaving(self) -> list[BlockName]:
         is_full = len(self.host) >= NEARLY_FULL * self.host.capacity
-        room = self._room_to_write(0.0 if is_full or self._passes else EAGER_SHARE)
+        room = min(MOST_SAVED, self._room_to_write(0.0 if is_full else EAGER_SHARE))
         blocks = list[BlockName]()
         while self._leaving and len(blocks) < room:
             block = self._leaving.popleft()
             if block.name in self.host and block.name not in self.disk and block.name not in self._saving:
                 blocks.append(block)
-        self._may_write -= len(blocks) * self.limits.block_bytes
-        return Save(Residency.HOST, Residency.DISK, tuple(blocks)) if blocks else None
+        return blocks
 
-    def _next_unsaved(self, is_cached: Callable[[int], bool]) -> Save | None:
+    def _take_unsaved(self, is_cached: Callable[[int], bool], most: int) -> list[BlockName]:
         if len(self._unsaved) > self._most_unsaved:  # blocks that the device has evicted may lie behind the first
             known = len(self._unsaved)
             self._unsaved = {name: block for name, block in self._unsaved.items() if is_cached(name)}
             self._most_unsaved = max(_FEW_UNSAVED, 2 * len(self._unsaved))
             self.count(unsaved=known - len(self._unsaved))
-        room, blocks = self._room_to_write(0.0) if self._passes else MOST_SAVED, list[BlockName]()
+        room, blocks = min(MOST_SAVED, most), list[BlockName]()
         while self._unsaved and len(blocks) < room:
             name = next(iter(self._unsaved))
             block = self._unsaved.pop(name)
@@ -428,26 +390,24 @@ class KVTiers:
                 blocks.append(block)
             else:
                 self.count(unsaved=1)
-        return Save(Residency.DEVICE, Residency.HOST, tuple(blocks)) if blocks else None
+        return blocks
 
-    def saved(self, save: Save, *, failed: bool = False, spoiled: Collection[int] = ()) -> None:
+    def saved(self, save: Save, num_good: int | None = None, spoiled: Collection[int] = ()) -> None:
         """Books the end of an order to save blocks; what could not be written is no longer tried.
 
         Args:
-            spoiled: Names of blocks that were overwritten while they were read.
+            num_good: The first so many blocks were written; None for all.
+            spoiled: Names of blocks that were overwritten before they were read.
         """
         self._saving.difference_update(block.name for block in save.blocks)
-        good = [block for block in save.blocks if not failed and block.name not in spoiled]
+        good = [block for block in save.blocks[:num_good] if block.name not in spoiled]
         self.count(unsaved=len(save.blocks) - len(good))
         if save.to is Residency.HOST:
-            self._dropped += [(Residency.HOST, block) for block in save.blocks if block.name in spoiled]
             self.count(host_saved=len(good))
             if self.limits.disk_blocks:
                 self._leaving.extend(good)
         else:
             self.count(disk_saved=len(good))
-            if self._passes:
-                self._dropped += [(Residency.HOST, block) for block in save.blocks if self.host.remove(block.name)]
         index = self.host if save.to is Residency.HOST else self.disk
         for block in reversed(good):
             index.put(block)

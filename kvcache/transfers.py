@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +34,7 @@ class _Flight:
 class Transfers:
     """Orders copies, and books their ends.
 
-    Blocks that are saved stay as free as they were: a block that was evicted while it was read is not kept.
+    Blocks that are saved stay as free as they were: a block that was evicted before it was read is not kept.
 
     Args:
         blocks, host: The pools of sequences on the device, and of stopped ones on the host.
@@ -51,7 +52,7 @@ class Transfers:
         self.num_brought = 0
         self._orders: list[KVCopy] = []  # to begin
         self._in_flight: dict[int, _Flight] = {}
-        self._save: tuple[int, Save] | None = None  # under way, with its number
+        self._saving: dict[Residency, tuple[int, Save]] = {}  # under way, by tier, with their numbers
         self._saves: list[KVCopy] = []  # to begin
         self._num_copies = 0
 
@@ -101,10 +102,10 @@ class Transfers:
         Returns:
             The sequence that has more blocks on the device than before, which are to be registered.
         """
-        if self._save is not None and self._save[0] == copy_id:
-            self._complete_save(*self._save, failed=failed)
+        flight = self._in_flight.pop(copy_id, None)
+        if flight is None:
+            self._complete_save(copy_id, failed=failed)
             return None
-        flight = self._in_flight.pop(copy_id)
         if flight.back is not None:
             return self._complete_return(flight, flight.back, failed=failed)
         to, held = flight.order.to, flight.held
@@ -173,32 +174,39 @@ class Transfers:
             held.cached_len += num_tokens
         return held
 
-    def keep(self, held: SequenceState, names: Sequence[int]) -> None:
-        """Remembers the registered blocks of a sequence that has ended, to be saved."""
-        if self.tiers is not None and held.shares:
-            self.tiers.ended(_named(names, held.tenant))
-
-    def order_save(self) -> None:
-        """Begins the next save; one is under way at a time, beside the steps."""
-        if self.tiers is None or self._save is not None:
+    def keep(self, held: SequenceState, names: Sequence[int], first: int, end: int) -> None:
+        """Has the registered blocks ``first`` to ``end - 1`` of a sequence saved, unless they serve it alone."""
+        if self.tiers is None or not held.shares:
             return
-        save = self.tiers.next_save(self.blocks.caches)
-        if save is None:
-            return
-        source: tuple[int, ...] = ()
-        if save.source is Residency.DEVICE:
-            source = tuple(self.blocks.match([block.name], 1)[0] for block in save.blocks)
-            self.blocks.begin_reading(source)
-        copy = KVCopy(self._next_id(), save.to, source, (), save.blocks)
-        self._save = copy.copy_id, save
-        self._saves.append(copy)
+        if held.is_kept:
+            parents = (names[i - 1] if i else NO_PARENT for i in range(first, end))
+            self.tiers.keep(map(BlockName, names[first:end], parents, itertools.repeat(held.tenant)))
+        else:
+            self.tiers.pass_over(names[first:end])
 
-    def _complete_save(self, copy_id: int, save: Save, *, failed: bool) -> None:
+    def order_saves(self) -> None:
+        """Begins the next saves, beside the steps; one for each tier is under way at a time."""
+        if self.tiers is None:
+            return
+        for to in (Residency.HOST, Residency.DISK):
+            save = None if to in self._saving else self.tiers.next_save(to, self.blocks.caches)
+            if save is None:
+                continue
+            source: tuple[int, ...] = ()
+            if save.source is Residency.DEVICE:
+                source = tuple(self.blocks.match([block.name], 1)[0] for block in save.blocks)
+                self.blocks.begin_reading(source)
+            copy = KVCopy(self._next_id(), to, source, (), save.blocks)
+            self._saving[to] = copy.copy_id, save
+            self._saves.append(copy)
+
+    def _complete_save(self, copy_id: int, *, failed: bool) -> None:
         assert self.tiers is not None
-        self._save = None
-        failed = failed or self.tiers.outcomes.pop(copy_id, None) is not None
+        (save,) = (save for number, save in self._saving.values() if number == copy_id)
+        del self._saving[save.to]
+        num_good, _ = self.tiers.outcomes.pop(copy_id, (0 if failed else len(save.blocks), None))
         spoiled = self.blocks.end_reading() if save.source is Residency.DEVICE else frozenset()
-        self.tiers.saved(save, failed=failed, spoiled=spoiled)
+        self.tiers.saved(save, num_good, spoiled)
 
     # -- Integrity
 
@@ -221,10 +229,6 @@ class Transfers:
         used = sum(len(self.host.table(owner)) for owner in owners)
         if used + self.host.num_free != self.host.num_blocks:
             raise IntegrityError(f"{used} host blocks held by known sequences, {self.host.num_free} free")
-
-
-def _named(names: Sequence[int], owner: str) -> tuple[BlockName, ...]:
-    return tuple(BlockName(name, names[i - 1] if i else NO_PARENT, owner) for i, name in enumerate(names))
 
 
 def _orphan(copy_id: int) -> str:

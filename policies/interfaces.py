@@ -32,7 +32,7 @@ class Job:
         arrived_at: Arrival of the request; unchanged by preemptions and requeues.
         priority: Lower goes first (as in vLLM); the first sort key of every order.
         deadline_at: At equal priority the earlier one goes first; infinity for none. A ``ReplicaScheduler`` sets it
-            only when the job can wait no longer (``policies.outlook.just_enough``).
+            only when the job can wait no longer (``policies.outlook.promises``).
         forecast: Prediction of the whole output length; None without one.
         cached_len: Prompt tokens known or believed to be in the replica's prefix cache.
         output_len: Tokens generated so far.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from farsight.engine.native.library import compiled_name, processor
 from farsight.engine.native.model import NativeBackend
 from farsight.engine.runner import Device
 from farsight.engine.steps.model_runner import ModelRunner
-from farsight.kvcache import KVCopy
+from farsight.kvcache import BlockManager, KVCopy
 from farsight.kvcache.tiers import KVTiers, TierLimits
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class TierStore(KVCopier):
     Args:
         pool, host: As of ``KVCopier``.
         files: The disk tier.
+        blocks: Of the pool.
         clock: Seconds, monotonic.
     """
 
@@ -51,11 +53,13 @@ class TierStore(KVCopier):
         host: KVPool | None,
         tiers: KVTiers,
         files: KVFiles,
+        blocks: BlockManager,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(pool, host)
-        self._pool, self._tiers, self._files, self._clock = pool, tiers, files, clock
+        self._pool, self._tiers, self._files, self._blocks, self._clock = pool, tiers, files, blocks, clock
         self._rows: dict[int, Tensor] = {}  # the host tier, by name
+        self._take = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-keep")
         self._down = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-save")
         self._up = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-return")
         self._found: deque[list[BlockName]] = deque()
@@ -64,6 +68,9 @@ class TierStore(KVCopier):
     def look(self, names: Sequence[int], tenant: str) -> None:
         if names and self._tiers.tier_of(names[-1]) is None:
             self._found.append(self._files.find(names, tenant))
+        first = next((i for i, name in enumerate(names) if not self._blocks.caches(name)), len(names))
+        if first < len(names):  # it may wait for its step; until then the system reads
+            self._up.submit(self._files.read_ahead, names, tenant, first)
 
     def take_done(self) -> list[tuple[int, bool]]:
         self._drop()
@@ -78,12 +85,11 @@ class TierStore(KVCopier):
         if not copy.names:
             super().begin(copy)
         elif copy.to is Residency.DEVICE:
-            asked_at = self._clock()
-            self.submit(copy.copy_id, self._up, lambda: self._bring_back(copy, asked_at))
-        elif copy.source:
-            self.submit(copy.copy_id, self._down, lambda: self._take(copy))
+            self.submit(copy.copy_id, self._up, lambda: self._bring_back(copy))
+        elif copy.to is Residency.HOST:
+            self.submit(copy.copy_id, self._take, lambda: self._hold(copy))
         else:
-            rows = [self._rows[block.name] for block in copy.names]  # which may leave the host tier meanwhile
+            rows = [] if copy.source else [self._rows[each.name] for each in copy.names]  # which may leave meanwhile
             self.submit(copy.copy_id, self._down, lambda: self._write(copy, rows))
 
     def _drop(self) -> None:
@@ -95,30 +101,39 @@ class TierStore(KVCopier):
                 self._down.submit(self._files.remove, block)
 
     @torch.inference_mode()
-    def _take(self, copy: KVCopy) -> None:
-        rows = torch.empty(len(copy.source), *self._pool.block_shape, dtype=self._pool.dtype)
-        self._pool.read_blocks(copy.source, rows)
-        for block, row in zip(copy.names, rows, strict=True):
-            # A row keeps the memory of all rows; blocks that only pass through go together anyway.
-            self._rows[block.name] = row.clone() if self._tiers.limits.host_blocks else row
+    def _read_pool(self, copy: KVCopy) -> Iterator[tuple[BlockName, Tensor]]:
+        """Yields blocks of the pool that were not evicted before they were read; the next one overwrites a row."""
+        rows = torch.empty(min(_AT_ONCE, len(copy.source)), *self._pool.block_shape, dtype=self._pool.dtype)
+        for first in range(0, len(copy.source), len(rows)):
+            blocks, names = copy.source[first : first + len(rows)], copy.names[first : first + len(rows)]
+            self._pool.read_blocks(blocks, rows[: len(blocks)])
+            intact = [self._blocks.has_read(block, each.name) for block, each in zip(blocks, names, strict=True)]
+            yield from itertools.compress(zip(names, rows, strict=False), intact)
 
-    def _write(self, copy: KVCopy, rows: list[Tensor]) -> None:
-        """Writes blocks of the host tier to files, unless the disk is full or the folder is gone."""
+    def _hold(self, copy: KVCopy) -> None:
+        for block, row in self._read_pool(copy):
+            self._rows[block.name] = row.clone()
+
+    def _write(self, copy: KVCopy, held: list[Tensor]) -> None:
+        """Writes blocks of the host tier or the pool to files, unless the disk is full or the folder is gone."""
+        num_written = 0
+        rows = zip(copy.names, held, strict=True) if held else self._read_pool(copy)
         try:
-            for block, row in zip(copy.names, rows, strict=True):
+            for block, row in rows:
                 self._files.write(block, _bytes_of(row))
+                num_written = copy.names.index(block, num_written) + 1
         except OSError as error:
             if not self._has_failed:
                 logger.warning("blocks cannot be written to engine.disk_kv: %s", error)
             self._has_failed = True
-            self._tiers.outcomes[copy.copy_id] = 0, None
+            self._tiers.outcomes[copy.copy_id] = num_written, None
         else:
             self._has_failed = False
 
     @torch.inference_mode()
-    def _bring_back(self, copy: KVCopy, asked_at: float) -> None:
+    def _bring_back(self, copy: KVCopy) -> None:
         """Reads blocks, checks them and writes them to the pool, up to the first that is not as it was."""
-        num_good, num_blocks = 0, len(copy.names)
+        num_good, num_blocks, began_at = 0, len(copy.names), self._clock()
         rows = torch.empty(min(_AT_ONCE, num_blocks), *self._pool.block_shape, dtype=self._pool.dtype)
         while num_good < num_blocks:
             part = copy.names[num_good : num_good + len(rows)]
@@ -132,7 +147,7 @@ class TierStore(KVCopier):
             num_good += num_read
             if num_read < len(part):
                 break
-        self._tiers.outcomes[copy.copy_id] = num_good, self._clock() - asked_at
+        self._tiers.outcomes[copy.copy_id] = num_good, self._clock() - began_at
 
     def _read(self, block: BlockName, row: Tensor) -> bool:
         held = self._rows.get(block.name)
@@ -147,13 +162,20 @@ def _bytes_of(row: Tensor) -> memoryview:
 
 
 def open_tiers(
-    model_dir: Path, config: DecoderConfig, engine: EngineConfig, device: Device, weights: str, host_bytes: int
+    model_dir: Path,
+    config: DecoderConfig,
+    engine: EngineConfig,
+    device: Device,
+    weights: str,
+    host_bytes: int,
+    blocks: BlockManager,
 ) -> tuple[KVTiers, TierStore]:
     """Opens the tiers below a device's pool, with what earlier processes have left on the disk.
 
     Args:
         weights: How the matrices are rounded, as ``engine.weights`` says where it is not ``auto``.
         host_bytes: Memory of the host tier; 0 for none.
+        blocks: Of the device's pool.
 
     Raises:
         ConfigError: The folder cannot be used, or a bound is below a block.
@@ -185,7 +207,7 @@ def open_tiers(
     tiers = KVTiers(limits)
     tiers.learn(files.blocks())
     host = device.copier.host if isinstance(device.copier, KVCopier) else None
-    store = TierStore(pool, host, tiers, files)
+    store = TierStore(pool, host, tiers, files, blocks)
     logger.info("%d blocks of KV from earlier requests are in %s", len(tiers.disk), folder)
     return tiers, store
 

@@ -24,6 +24,7 @@ were predicted in their order, jobs of the fourth kind go by arrival.
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from farsight.core.costs import StepCost, priced_rows
 from farsight.core.decisions import Facts
 from farsight.core.errors import InvalidValueError
 from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
-from farsight.policies.lengths.accuracy import PairAccuracy
 from farsight.policies.order.boosted import MAX_BOOST_S, SHARE_OF_KV, SPREAD, Boosted, boosts
 from farsight.policies.order.gittins import DecodePrice, FloatArray
 from farsight.policies.order.shadow import NO_ENDS, GuardTally, ShadowFcfs
@@ -292,3 +292,46 @@ def build_readers(context: ReplicaContext) -> ReadersFirst:
         tail=TAIL * config.tail,
         reading_rate=config.reading_rate,
     )
+
+
+WINDOW = 200
+"""Latest ends over which the share is taken."""
+
+BESIDE = 32
+"""Ends before it that each end is compared with."""
+
+LEAST_ENDS = 50
+"""With fewer ends nothing is known."""
+
+
+class PairAccuracy:
+    """Share of ordered pairs; a pair of equal works tells nothing, a pair of equal predictions counts half."""
+
+    def __init__(self) -> None:
+        self._beside: deque[tuple[float, float]] = deque(maxlen=BESIDE)
+        self._counts: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+        self._right, self._pairs = 0.0, 0
+
+    @property
+    def share(self) -> float | None:
+        """Share of pairs in the right order, in [0, 1]; None while too few have ended."""
+        return self._right / self._pairs if len(self._counts) >= LEAST_ENDS and self._pairs else None
+
+    def observe(self, predicted: float, actual: float) -> None:
+        """Records an ended request: its work as predicted at its arrival, and as it was. O(BESIDE)."""
+        right, pairs = 0.0, 0
+        for other_predicted, other_actual in self._beside:
+            if other_actual != actual:
+                pairs += 1
+                if other_predicted == predicted:
+                    right += 0.5
+                else:
+                    right += (other_predicted < predicted) == (other_actual < actual)
+        self._beside.append((predicted, actual))
+        if len(self._counts) == WINDOW:
+            old_right, old_pairs = self._counts[0]
+            self._right -= old_right
+            self._pairs -= old_pairs
+        self._counts.append((right, pairs))
+        self._right += right
+        self._pairs += pairs

@@ -18,8 +18,7 @@ from farsight.core.messages.requests import Key, Promise
 from farsight.core.request import Request, Residency, SequenceStatus
 from farsight.kvcache.cache_journal import CacheMirror
 from farsight.policies.interfaces import ReplicaPolicies, ScheduledRequest
-from farsight.policies.outlook.just_enough import JustEnough, ServicePace
-from farsight.policies.outlook.promises import Outlook, PromiseMaker, ReplicaJobs
+from farsight.policies.outlook.promises import JustEnough, Outlook, PromiseMaker, ReplicaJobs, ServicePace
 from farsight.policies.outlook.rollout import MAX_LISTED
 from farsight.policies.replica.decision_trace import Account, DecisionTrace, account_closed, promise_facts
 from farsight.policies.replica.events import (

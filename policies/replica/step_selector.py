@@ -14,11 +14,17 @@ from farsight.core.messages.kv import OffloadOrders, OffloadQuestion
 from farsight.core.request import Residency
 from farsight.policies.interfaces import Admission, Job, KvMoves, KvView, RanksSome, ReplicaPolicies, ScheduledRequest
 from farsight.policies.order.offload_orders import ask
-from farsight.policies.replica import flex
 from farsight.policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from farsight.policies.replica.mirror import WorkerMirror
 from farsight.policies.replica.order_check import OffloadClient, standing_orders
-from farsight.policies.replica.places import PlaceLimit, due_first, step_aside
+from farsight.policies.replica.places import (
+    PlaceLimit,
+    all_stream,
+    due_first,
+    next_blocks,
+    step_aside,
+    with_room,
+)
 from farsight.policies.tenancy.fair_shares import FairShares
 
 
@@ -339,11 +345,11 @@ class StepSelector:
         worker = mirror.worker
         assert worker is not None
         firm = [job for job in (*mirror.admitted.values(), *selection.newcomers) if not job.is_flex]
-        used = self.reserve_blocks() + sum(flex.next_blocks(job, worker.block_size) for job in firm)
+        used = self.reserve_blocks() + sum(next_blocks(job, worker.block_size) for job in firm)
         spare = [each for each in mirror.flex.values() if each.request_id in mirror.admitted]
-        kept = flex.with_room(spare, mirror.num_blocks - used, worker.block_size)
+        kept = with_room(spare, mirror.num_blocks - used, worker.block_size)
         selection.displaced = spare[len(kept) :]
-        waits = is_behind or not flex.all_stream(selection.running) or self._firm_waits(now)
+        waits = is_behind or not all_stream(selection.running) or self._firm_waits(now)
         for each in kept:
             each.rests = waits
         room = self._places.num - len(selection.running)

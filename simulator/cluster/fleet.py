@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
+from farsight.core.errors import InvalidValueError
 from farsight.core.messages.plans import FinishedSequence, StartedRequest
 from farsight.core.messages.requests import Key
 from farsight.core.request import Request
@@ -40,7 +41,6 @@ from farsight.policies.replica.events import RefuseRequest, RequestsArrived
 from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.simulator.cluster.encoder import SimulatedEncoder
 from farsight.simulator.cluster.latency import LatencyModel
-from farsight.simulator.cluster.pipelined import PipelinedReplica
 from farsight.simulator.cluster.records import Record, Recorder, Timeline
 from farsight.simulator.cluster.replica import Replica, ReplicaShape
 from farsight.simulator.cluster.tiered import TieredReplica
@@ -146,6 +146,7 @@ class FleetShape:
         num_replicas: At the start, or always where there is no ``scaling``.
         announce_s: Interval at which ingress replicas announce their open streams, and so learn which requests a batch
             that broke off has lost; 0 for at once.
+        kind: What simulates a replica that has no tiers of KV below its pool.
         image_cache_tokens: Image tokens whose rows the encoder keeps: 256 MiB of rows of 4,096 values of two bytes.
     """
 
@@ -155,6 +156,11 @@ class FleetShape:
     announce_s: float = 0.0
     image_cache_tokens: int = 32_768
     scaling: Scaling | None = None
+    kind: type[Replica] = Replica
+
+    def __post_init__(self) -> None:
+        if self.replica.num_stages > 1 and self.kind is Replica:
+            raise InvalidValueError("kind", self.kind.__name__, "a kind with several batches in flight")
 
 
 class _Due(Enum):
@@ -246,8 +252,7 @@ class Fleet:
     def _make_replica(self, index: int, scheduler: ReplicaScheduler, offload: OffloadDecider | None) -> Replica:
         told = self._start, self._end, self._break_off
         shape = self._shape
-        kind = PipelinedReplica if shape.replica.num_stages > 1 else Replica
-        kind = kind if shape.replica.below is None else TieredReplica
+        kind = shape.kind if shape.replica.below is None else TieredReplica
         return kind(str(index), scheduler, shape.replica, shape.latency, self.recorder, *told, offload)
 
     def run(

@@ -74,6 +74,7 @@ class ReplicaShape:
         tells_cache: Whether reports tell the scheduler what is cached.
         below: Tiers below the device's pool ; None for a replica that knows none.
         num_states: As ``Device.num_states``.
+        kept_states: States of prefixes that may be kept beside these, a prompt's every ``state_spacing`` tokens.
 
     Raises:
         InvalidValueError: ``num_stages`` is below 1, or above 1 for padded batches or with a hop.
@@ -94,6 +95,8 @@ class ReplicaShape:
     tells_cache: bool = False
     below: MemoryBelow | None = None
     num_states: int = 0
+    kept_states: int = 0
+    state_spacing: int = 0
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or (self.num_stages > 1 and self.execution == "static"):
@@ -156,6 +159,8 @@ class Replica:
         self.executor.meter.cost = latency.cost
         if shape.shares_prefixes:
             self.executor.share_prefixes(self._block_hashes)
+        if shape.kept_states and isinstance(self.executor, LeaseExecutor):
+            self.executor.keep_states(shape.kept_states, shape.state_spacing)
         self._records: dict[str, Record] = {}
         self._given_back: list[Request] = []
         self._hashes: dict[str, list[int]] = {}

@@ -1,10 +1,12 @@
 """A replica whose device pool has tiers below it: the tiers of a server (``kvcache.tiers``), with the time of copies.
 
-Blocks are saved beside the steps, one order at a time. A sequence whose blocks come back goes on when they are there;
-others may start before it.
+Blocks are saved beside the steps, one order for each tier at a time. A sequence whose blocks come back goes on when
+they are there; others may start before it.
 """
 
 from __future__ import annotations
+
+import heapq
 
 from farsight.core.request import Residency
 from farsight.kvcache import StepBatch
@@ -28,7 +30,7 @@ class TieredReplica(Replica):
             self.tiers.prices.disk_block_s = self._link_s + self._disk_s
             self.executor.keep_tiers(self.tiers)
         self._returns: dict[int, tuple[int, float]] = {}  # blocks of each, and when it began
-        self._saves: list[tuple[float, int]] = []  # (done at, copy id)
+        self._saves: list[tuple[float, int]] = []  # (done at, copy id), a heap
         self._disk_free_at = {Residency.DEVICE: 0.0, Residency.DISK: 0.0}  # for reads and for writes
 
     @property
@@ -54,9 +56,9 @@ class TieredReplica(Replica):
         """Books the saves that have ended since the last look, one behind the other as steps would have begun them."""
         assert isinstance(self.executor, TieredExecutor)
         while self._saves and self._saves[0][0] <= now:
-            done_at, copy_id = self._saves.pop()
+            done_at, copy_id = heapq.heappop(self._saves)
             self.executor.complete_copy(copy_id)
-            self.executor.transfers.order_save()
+            self.executor.transfers.order_saves()
             for copy in self.executor.take_copies():
                 self._copy_done_at(copy, done_at)
 
@@ -72,16 +74,18 @@ class TieredReplica(Replica):
             return super()._copy_done_at(copy, now)
         num = len(copy.names)
         num_disk = num if copy.to is Residency.DISK else copy.tiers.count(Residency.DISK)
-        done_at = now
+        began_at = done_at = now
         if copy.source or copy.target:  # it crosses the link
             direction = Residency.DEVICE if copy.target else Residency.HOST
-            done_at = self._link_free_at[direction] = max(now, self._link_free_at[direction]) + num * self._link_s
+            began_at = max(now, self._link_free_at[direction])
+            done_at = self._link_free_at[direction] = began_at + num * self._link_s
         if num_disk:
             used = Residency.DISK if copy.to is Residency.DISK else Residency.DEVICE
-            self._disk_free_at[used] = max(now, self._disk_free_at[used]) + num_disk * self._disk_s
+            began_at = max(now, self._disk_free_at[used])
+            self._disk_free_at[used] = began_at + num_disk * self._disk_s
             done_at = max(done_at, self._disk_free_at[used])
         if copy.target:
-            self._returns[copy.copy_id] = num, now
+            self._returns[copy.copy_id] = num, began_at
             return done_at
-        self._saves.append((done_at, copy.copy_id))
+        heapq.heappush(self._saves, (done_at, copy.copy_id))
         return None

@@ -109,8 +109,11 @@ class SlowCopier:
             self.tiers.outcomes[copy.copy_id] = num_good, 0.01
             world.count("blocks that came back", num_good > 0)
             world.count("blocks that were damaged", num_good < len(copy.names))
-        elif copy.source:
-            self._rows.update(zip(copy.names, (list(device[block]) for block in copy.source), strict=True))
+        elif copy.source and not failed:
+            below = self._rows if copy.to is Residency.HOST else world.disk
+            for block, source in zip(copy.names, copy.source, strict=True):
+                if self._component.worker.executor.blocks.has_read(source, block.name):
+                    below[block] = list(device[source])
         elif not failed:
             world.disk.update((block, self._rows[block]) for block in copy.names if block in self._rows)
         self._done.append((copy.copy_id, failed))

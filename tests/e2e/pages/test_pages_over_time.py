@@ -14,7 +14,15 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect
 
 from farsight.core.decisions import Decision, Facts, pack_decisions
 from farsight.core.errors import FarsightError
-from farsight.core.messages.live import EndedRequest, LiveRequest, LiveView, MemoryPoint, ReplicaLive
+from farsight.core.messages.live import (
+    EndedRequest,
+    LiveRequest,
+    LiveView,
+    MemoryPoint,
+    ReplicaLive,
+    SessionCounts,
+    SessionRow,
+)
 from farsight.core.messages.log import RequestTrace
 from farsight.core.messages.series import SeriesColumn, SeriesReply
 from farsight.core.series.service import COLUMNS
@@ -253,6 +261,25 @@ def test_no_page_is_wider_than_its_window(browser: Browser, filled: LiveServer, 
         tab.screenshot(path=tmp_path / f"{name}-{scheme}.png")
     tab.close()
     assert not errors
+
+
+def test_sessions_say_what_they_cost_and_are_searched(page: Page, filled: LiveServer) -> None:
+    costs = SessionCounts(0, 7, 6, 9_400, 310, 180, 9_216, 650, 12.5, 61.0, 0.4)
+    named = SessionRow("build-42", "acme", HOSTILE, True, 1.0, 40.0, 1, costs)
+    filled.backend.turns_of = (named, SessionRow("#7", "", "chat", False, 2.0, 49.0, 0, SessionCounts(turns=1)))
+    visit(page, filled, "/dashboard/sessions")
+    table = page.get_by_test_id("sessions")
+    rows = table.locator("tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.nth(0)).to_contain_text(re.compile("#7.*chat.*away"))  # the latest first
+    expect(rows.nth(1)).to_contain_text("in the model10.0 s79,4003101809,21665012.5 s61.0 s400 ms")
+    expect(page.get_by_test_id("sums")).to_have_text("2 sessions, 1 in the model")
+    table.get_by_role("button", name="State").click()
+    expect(rows.nth(0)).to_contain_text("build-42")
+    page.get_by_test_id("search").fill("WINDOW build")
+    expect(rows).to_have_count(1)
+    page.get_by_test_id("search").fill("nothing of the kind")
+    expect(page.get_by_test_id("none")).to_have_text("None of them matches.")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import pytest
 from farsight.core.costs import StepCost, priced_rows
 from farsight.core.forecast import Forecast
 from farsight.policies.interfaces import Job
-from farsight.policies.lengths.accuracy import LEAST_ENDS as LEAST_PAIRS
-from farsight.policies.lengths.accuracy import PairAccuracy
 from farsight.policies.order.gittins import DecodePrice
-from farsight.policies.order.readers import ReadersFirst
+from farsight.policies.order.readers import LEAST_ENDS as LEAST_PAIRS
+from farsight.policies.order.readers import PairAccuracy, ReadersFirst
 from farsight.policies.order.shadow import LEAST_ENDS, ShadowFcfs
 from farsight.simulator.experiment import Experiment, make_arrivals
 from farsight.simulator.run import run

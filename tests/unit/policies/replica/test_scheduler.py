@@ -422,6 +422,18 @@ def test_only_so_many_ends_are_remembered_the_latest(monkeypatch: pytest.MonkeyP
     assert ids(h, *((name, 0) for name in "abcde")) == ["a", "b"]
 
 
+def test_few_requests_that_fit_at_their_limits_are_admitted_and_nothing_is_ranked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = Harness(preset="farsight")
+    asked: list[str] = []
+    monkeypatch.setattr(h.scheduler.order, "refresh", lambda now: asked.append("order"))
+    h.arrive(*(request(name) for name in "abc"))  # at most 24 tokens of 40
+    assert (h.admitted, asked) == (["a", "b", "c"], [])
+    h.arrive(request("long", prompt=12, out=12))
+    assert asked == ["order"]
+
+
 def test_only_what_no_plan_has_named_is_given_back() -> None:
     h = Harness(max_num_seqs=1, standby_slots=1)
     h.arrive(*(request(name) for name in "abcd"))
@@ -441,15 +453,3 @@ def test_a_request_that_is_given_back_takes_its_account_along() -> None:
     assert isinstance(given, RequestGivenBack) and given.account is not None
     assert [each.kind for each in unpack_decisions(given.account.decisions)] == ["arrived", "waits", "recalled"]
     assert h.closed == [], "its decisions are logged where it ends"
-
-
-def test_few_requests_that_fit_at_their_limits_are_admitted_and_nothing_is_ranked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    h = Harness(preset="farsight")
-    asked: list[str] = []
-    monkeypatch.setattr(h.scheduler.order, "refresh", lambda now: asked.append("order"))
-    h.arrive(*(request(name) for name in "abc"))  # at most 24 tokens of 40
-    assert (h.admitted, asked) == (["a", "b", "c"], [])
-    h.arrive(request("long", prompt=12, out=12))
-    assert asked == ["order"]
