@@ -151,6 +151,8 @@ class FleetShell(Component, RouterCalls):
 
     async def start(self) -> None:
         self.spawn(self._tick())
+        if self._machine.recalls:
+            self.spawn(self._look_at_waiting())
 
     async def submit(self, submit: Submit) -> SubmitReply:
         requests, now = submit.requests, time.monotonic()
@@ -426,6 +428,11 @@ class FleetShell(Component, RouterCalls):
             self._queue_delay.set(queue_delay_s(outlook, outlook.num_replicas))
             await asyncio.sleep(TICK_S)
 
+    async def _look_at_waiting(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._handle(TimePassed())
+
     async def _lose_dead(self) -> None:
         """Aborts the requests of ingress replicas that have died; a replica that is only silent may be busy."""
         now = time.monotonic()
@@ -458,16 +465,6 @@ class Router(FleetShell):
         places = config.engine.max_num_seqs
         machine = build_router(config.scheduler.preset, config.scheduler.placement, settings, places)
         super().__init__(context, machine, machine.handle)
-
-    async def start(self) -> None:
-        await super().start()
-        if self.context.config.placement.recall:
-            self.spawn(self._look_at_waiting())
-
-    async def _look_at_waiting(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            await self._handle(TimePassed())
 
 
 def _placed(each: RecentPlacement) -> Decision:

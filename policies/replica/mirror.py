@@ -127,6 +127,13 @@ class WorkerMirror:
         scheduled = self.requests.get(request_id)
         return (scheduled is not None and scheduled.request.attempt >= attempt) or key in self._recent
 
+    def unshipped(self, key: Key) -> ScheduledRequest | None:
+        """Returns the request of this attempt if no plan of this lease has named it; else None."""
+        scheduled = self.requests.get(key[0])
+        if scheduled is None or scheduled.request.attempt != key[1] or key[0] in self.admitted:
+            return None
+        return scheduled if scheduled.shipped_in is None else None
+
     def remember(self, key: Key) -> None:
         """Remembers that this attempt has ended."""
         self._recent[key] = None

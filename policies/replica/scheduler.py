@@ -7,7 +7,7 @@ An event goes one way: ``WorkerMirror`` books the event, ``StepSelector`` decide
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from farsight.core.costs import StepCost
@@ -181,15 +181,9 @@ class ReplicaScheduler:
         return self._trace.accounts.of(response_id)
 
     def promise(self, request_ids: Iterable[str], now: float) -> list[Promise]:
-        """Returns when newly arrived requests will end; nothing before steps have been measured.
-
-        Changes no decision: only later promises learn from these. Costs at most about a millisecond a call.
-        """
-        jobs, cost = self._here(request_ids), self._planner.cost
-        if cost is None or not jobs or self._mirror.worker is None:
-            return []
-        outlooks = self._promises.promise(jobs, self._replica_jobs(now), cost, now)
-        promises = [_promise(job, outlook) for job, outlook in zip(jobs, outlooks, strict=True)]
+        """Returns when newly arrived requests will end; nothing before steps have been measured. Changes no decision:
+        only later promises learn from these. Costs at most about a millisecond a call."""
+        promises = self._foretell(self._promises.promise, request_ids, now)
         for made in promises:
             self._trace.promised(made, now)
         return promises
@@ -206,19 +200,17 @@ class ReplicaScheduler:
 
     def outlook(self, request_ids: Iterable[str], now: float) -> list[Promise]:
         """Returns when requests that are here will end, as of now; changes nothing."""
-        jobs, cost = self._here(request_ids), self._planner.cost
+        return self._foretell(self._promises.outlook, request_ids, now)
+
+    def _foretell(self, ask: Callable[..., list[Outlook]], request_ids: Iterable[str], now: float) -> list[Promise]:
+        requests, cost = self._mirror.requests, self._planner.cost
+        jobs = [requests[request_id] for request_id in request_ids if request_id in requests]
         if cost is None or not jobs or self._mirror.worker is None:
             return []
-        outlooks = self._promises.outlook(jobs, self._replica_jobs(now), cost, now)
-        return [_promise(job, outlook) for job, outlook in zip(jobs, outlooks, strict=True)]
-
-    def _here(self, request_ids: Iterable[str]) -> list[ScheduledRequest]:
-        requests = self._mirror.requests
-        return [requests[request_id] for request_id in request_ids if request_id in requests]
-
-    def _replica_jobs(self, now: float) -> ReplicaJobs:
         waiting = list(itertools.islice(self.selector.waiting(now), MAX_LISTED))
-        return ReplicaJobs(tuple(self.selector.running), waiting, self._mirror.num_waiting, self.places.num)
+        beside = ReplicaJobs(tuple(self.selector.running), waiting, self._mirror.num_waiting, self.places.num)
+        outlooks = zip(jobs, ask(jobs, beside, cost, now), strict=True)
+        return [Promise(job.request_id, job.request.attempt, o.p50_s, o.p90_s, o.coarse) for job, o in outlooks]
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Books the event, decides, tells the worker; nothing else mutates. ``now``: seconds of a monotonic clock."""
@@ -305,15 +297,11 @@ class ReplicaScheduler:
 
     def _book_recalls(self, keys: Iterable[Key], now: float) -> Iterator[Fact | Instruction]:
         """Gives back the attempts that no plan of this lease has named: no worker has them, or can get them later."""
-        for request_id, attempt in keys:
-            scheduled = self._mirror.requests.get(request_id)
-            if scheduled is None or scheduled.request.attempt != attempt or scheduled.shipped_in is not None:
-                continue
-            if request_id not in self._mirror.admitted:
-                yield from self._forget(request_id, "recalled")
-                account = self._trace.accounts.reclaim(request_id)
-                given = scheduled.request.aged(now - scheduled.arrived_at)
-                yield RequestGivenBack(given, None if account is None else account_closed(account))
+        for scheduled in filter(None, map(self._mirror.unshipped, keys)):
+            yield from self._forget(scheduled.request_id, "recalled")
+            account = self._trace.accounts.reclaim(scheduled.request_id)
+            given = scheduled.request.aged(now - scheduled.arrived_at)
+            yield RequestGivenBack(given, None if account is None else account_closed(account))
 
     def _forget(self, request_id: str, why: str) -> Iterator[Fact]:
         scheduled = self._let_go(request_id)
@@ -509,7 +497,3 @@ class ReplicaScheduler:
         self._mirror.check_integrity()
         self.selector.check_integrity()
         self.shares.check_integrity()
-
-
-def _promise(job: ScheduledRequest, outlook: Outlook) -> Promise:
-    return Promise(job.request_id, job.request.attempt, outlook.p50_s, outlook.p90_s, outlook.coarse)

@@ -234,6 +234,7 @@ class Fleet:
         self._lost: list[str] = []  # requests of broken batches, until their ingress replicas learn of it
         self.refused: list[str] = []
         self.num_recalled = 0
+        self._looks = False
         self.batches: list[BatchEnded] = []
         self.batches_ended_at: list[float] = []
         self._make: Callable[[int], Replica] = lambda index: self._make_replica(
@@ -282,8 +283,6 @@ class Fleet:
 
     def _run_open(self, progress: Callable[[int], None] | None) -> None:
         self._look_at_scale()
-        if self.machine.recalls:
-            self._look_at_waiting()
         while not self._is_over:
             arrives_at, wakes_at = self._source.next_at, self._alarms.next_at
             if min(arrives_at, wakes_at) == math.inf:
@@ -346,9 +345,10 @@ class Fleet:
                 self._alarms.set(_Due.SCALER, self.now + LOOK_S)
 
     def _look_at_waiting(self) -> None:
-        """Looks at what waits as often as a server does."""
-        self._tell(TimePassed())
-        if self._under_way or self._source.next_at < math.inf:
+        """Looks at what waits as often as a server does, while anything else is to happen."""
+        self._looks = min(self._alarms.next_at, self._source.next_at) < math.inf
+        if self._looks:
+            self._tell(TimePassed())
             self._alarms.set(_Due.WAITING, self.now + LOOK_AT_WAITING_S)
 
     def _flush_waiting(self) -> bool:
@@ -408,6 +408,8 @@ class Fleet:
         self._alarms.set(_Due.IMAGES, self.encoder.ends_at)
         if requests:
             self._tell(RequestsArrived(tuple(requests)))
+        if self.machine.recalls and not self._looks:
+            self._look_at_waiting()
 
     def _submit_encoded(self) -> None:
         ready = [self._encoding.pop(request_id) for request_id in self.encoder.finish(self.now)]

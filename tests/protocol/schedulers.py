@@ -1,10 +1,9 @@
-"""Router and Schedulers: the real machines in shells of virtual time."""
+"""Schedulers: the real machines in shells of virtual time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from farsight.core.messages.fleet import ReplicaNews, ReplicaState
 from farsight.core.messages.kv import OffloadOrders, OffloadQuestion
@@ -20,43 +19,13 @@ from farsight.core.messages.plans import (
     WorkerState,
 )
 from farsight.core.messages.requests import (
-    Announce,
-    AnnounceReply,
     Key,
     Keys,
-    Placed,
     Refusal,
     Refusals,
     Submit,
-    SubmitReply,
 )
 from farsight.core.request import Request
-from farsight.policies.fleet.batch_scheduler import BatchScheduler
-from farsight.policies.fleet.events import (
-    AbortOnReplica,
-    AskCache,
-    AskIngress,
-    AskReplica,
-    BatchEnded,
-    GlobalEvent,
-    IngressAnnounced,
-    IngressLost,
-    KeysUnknown,
-    KVCacheChanged,
-    PlaceRequests,
-    RecallRequests,
-    ReplicaAway,
-    ReplicaBroke,
-    ReplicaDraining,
-    ReplicaRests,
-    ReplicaUp,
-    ReportLost,
-    RequestsEnded,
-    RequestsReturned,
-    RequestsStarted,
-    TimePassed,
-)
-from farsight.policies.fleet.scheduler import FleetMachine
 from farsight.policies.replica.events import (
     AskOffload,
     BatchBroken,
@@ -77,232 +46,13 @@ from farsight.policies.replica.events import (
     WorkerReported,
 )
 from farsight.policies.replica.scheduler import ReplicaScheduler
-from tests.protocol.network import Component, attempts
+from tests.protocol.network import Component
 
 if TYPE_CHECKING:
     from tests.protocol.worker import WorkerComponent
     from tests.protocol.world import World
 
-LOOK_AGAIN_S, SAY_AGAIN_S, RESEND_S, FORGET_INGRESS_S, LOOK_S = 0.05, 1.0, 0.1, 10.0, 0.05
-
-
-@dataclass(slots=True)
-class _Answers:
-    """What comes of one event, once all ``pending`` calls are answered."""
-
-    done: Callable[[_Answers], None]
-    pending: int = 1
-    refusals: list[Refusal] = field(default_factory=list)
-    lost: list[Key] = field(default_factory=list)
-    asked: set[int] = field(default_factory=set)
-
-    def settle(self) -> None:
-        self.pending -= 1
-        if not self.pending:
-            self.done(self)
-
-
-@dataclass(slots=True)
-class _IngressReplica:
-    heard_at: float = 0.0
-    late_refusals: list[Refusal] = field(default_factory=list)
-    placed: list[Placed] = field(default_factory=list)
-
-
-class RouterComponent(Component):
-    """One life of the Router."""
-
-    def __init__(self, world: World, machine: FleetMachine) -> None:
-        super().__init__(world, "router")
-        self.machine = machine
-        self.is_first = world.clock.now == 0.0
-        self._ingresses: dict[str, _IngressReplica] = {}
-        self._replicas: dict[str, None] = {}
-        self._alarm_at: float | None = None
-        self._tick()
-        if machine.recalls:
-            self._look()
-
-    def submit(self, message: Submit, reply: Callable[[SubmitReply], None]) -> None:
-        requests = message.requests
-        for request in requests:
-            self._hear(request.ingress_id)
-
-        def done(answers: _Answers) -> None:
-            placed = tuple(self.machine.placed(request.request_id, request.attempt) for request in requests)
-            reply(SubmitReply(placed, tuple(answers.refusals)))
-
-        self._handle(RequestsArrived(requests), done)
-
-    def abort(self, message: Keys, reply: Callable[[], None]) -> None:
-        self._handle(RequestsAborted(message.keys), lambda answers: reply())
-
-    def announce(self, message: Announce, reply: Callable[[AnnounceReply], None]) -> None:
-        ingress = self._hear(message.ingress_id)
-
-        def done(answers: _Answers) -> None:
-            late, ingress.late_refusals = ingress.late_refusals, []
-            known, ingress.placed = tuple(ingress.placed), []
-            refusals = (*answers.refusals, *late)
-            asked = tuple(answers.asked)
-            reply(AnnounceReply(tuple(answers.lost), refusals, tuple(self._replicas), known, asked=asked))
-
-        before = self.machine.num_in_flight
-        self._handle(IngressAnnounced(message.ingress_id, message.sums, message.listed, message.open), done)
-        self.world.count("adoptions", not self.is_first and self.machine.num_in_flight > before)
-
-    def replica_state(self, message: ReplicaState, reply: Callable[[], None]) -> None:
-        name, ready = message.replica, message.ready
-        self._replicas[name] = None
-        for refusal in message.refusals:
-            self._refuse_late(refusal)
-        if message.broken:
-            self.world.tell("router", "a batch broke on replica %s: %s", name, message.broken)
-            self._handle(ReplicaBroke(name, message.broken), lambda answers: None)
-        if isinstance(self.machine, BatchScheduler):
-            self._handle(ReplicaRests(name, message.resting), lambda answers: None)
-        self._handle(
-            ReplicaAway(name) if ready is None else ReplicaUp(name, ready, message.cache_seq, message.sums),
-            lambda answers: reply(),
-        )
-
-    def replica_news(self, message: ReplicaNews, reply: Callable[[], None]) -> None:
-        self._handle(RequestsStarted(message.started), lambda answers: None)
-        self._handle(RequestsEnded(message.finished), lambda answers: reply())
-
-    def hear_cache(self, message: ReplicaNews) -> None:
-        """A letter: it may come late, twice, before an older one, or never."""
-        self._handle(KVCacheChanged(message.replica, message.worker_incarnation, message.cache), lambda answers: None)
-
-    def _handle(self, event: GlobalEvent, done: Callable[[_Answers], None]) -> None:
-        answers = _Answers(done)
-        self._carry_out(event, answers)
-        answers.settle()
-
-    def _carry_out(self, event: GlobalEvent, answers: _Answers) -> None:
-        for instruction in self.machine.handle(event, self.world.clock.now):
-            match instruction:
-                case PlaceRequests(name, requests):
-                    if not isinstance(event, RequestsArrived) or self.machine.pulls:
-                        for request in requests:
-                            ingress = self._ingresses.setdefault(request.ingress_id, _IngressReplica())
-                            ingress.placed.append(self.machine.placed(request.request_id, request.attempt))
-                    self.world.tell("router", "%s placed on replica %s", attempts(requests), name)
-                    self.world.count(
-                        "batches of several", isinstance(self.machine, BatchScheduler) and len(requests) > 1
-                    )
-                    self._call(name, "submit", Submit(requests), answers, self._take_refusals)
-                case AbortOnReplica(name, keys):
-                    self.world.tell("router", "aborts %s on replica %s", keys, name)
-                    self._call(name, "abort", Keys(keys), answers, lambda *_: None)
-                case AskReplica(name, keys):
-                    self._call(name, "unknown", Keys(keys), answers, self._take_unknown)
-                case RecallRequests(name, keys):
-                    self._recall(name, keys)
-                case AskCache(name):
-                    self._ask_cache(name)
-                case AskIngress(_, parts):
-                    answers.asked.update(parts)
-                case ReportLost(_, keys):
-                    self.world.tell("router", "no replica runs %s", keys)
-                    answers.lost += keys
-                case RefuseRequest(request_id, attempt, field_name, text):
-                    answers.refusals.append(Refusal(request_id, attempt, field_name, text))
-                case BatchEnded():
-                    self.world.count("batches that ended whole", True)
-        self.machine.check_integrity()
-        self._set_alarm()
-
-    def _set_alarm(self) -> None:
-        """For the next instant at which something is due."""
-        due_at = self.machine.next_due_at if isinstance(self.machine, BatchScheduler) else None
-        if due_at is None or due_at == self._alarm_at:
-            return
-        self._alarm_at = due_at
-        delay_s = max(0.0, due_at - self.world.clock.now)
-        self.later(delay_s, lambda: self._ring(due_at))
-
-    def _ring(self, due_at: float) -> None:
-        if self._alarm_at == due_at:
-            self._alarm_at = None
-            self._handle(TimePassed(), lambda answers: None)
-
-    def _call(
-        self, name: str, method: str, message: Any, answers: _Answers, take: Callable[[str, Any, _Answers], None]
-    ) -> None:
-        answers.pending += 1
-
-        def on_reply(reply: Any) -> None:
-            take(name, reply, answers)
-            answers.settle()
-
-        def on_lost() -> None:
-            self._carry_out(ReplicaAway(name), answers)
-            answers.settle()
-
-        self.world.network.call(self.life, f"scheduler-{name}", method, message, on_reply, on_lost)
-
-    def _recall(self, name: str, keys: tuple[Key, ...]) -> None:
-        def on_reply(reply: Submit) -> None:
-            if not reply.requests:
-                self.world.count("recalls that came too late", True)
-                return
-            self.world.tell("router", "%s come back from replica %s", attempts(reply.requests), name)
-            owned = [self.machine.placed(each.request_id, each.attempt).replica == name for each in reply.requests]
-            self.world.count("recalled requests that are gone", not all(owned))
-            self._handle(RequestsReturned(name, reply.requests), lambda answers: None)
-            for request in reply.requests:
-                placed = self.machine.placed(request.request_id, request.attempt)
-                self.world.count("recalls", placed.replica not in ("", name))
-
-        on_lost = lambda: self.world.count("lost recalls", True)  # noqa: E731
-        self.world.disturb_recall(name)
-        self.world.network.call(self.life, f"scheduler-{name}", "recall", Keys(keys), on_reply, on_lost)
-
-    def drain(self, name: str, *, ends: bool) -> None:
-        """The Supervisor gives up a replica, or changes its mind."""
-        self.world.count("drains", not ends)
-        self._handle(ReplicaDraining(name, ends=ends), lambda answers: None)
-
-    def _look(self) -> None:
-        self._handle(TimePassed(), lambda answers: None)
-        self.later(LOOK_S, self._look)
-
-    def _ask_cache(self, name: str) -> None:
-        self.world.count("snapshots of a cache", True)
-
-        def on_reply(reply: CacheReply) -> None:
-            if reply.notice is not None:
-                event = KVCacheChanged(name, reply.worker_incarnation, (reply.notice,))
-                self._handle(event, lambda answers: None)
-
-        self.world.network.call(self.life, f"scheduler-{name}", "cached", None, on_reply, lambda: None)
-
-    @staticmethod
-    def _take_refusals(name: str, reply: Refusals, answers: _Answers) -> None:
-        answers.refusals += reply.refusals
-
-    def _take_unknown(self, name: str, reply: Keys, answers: _Answers) -> None:
-        if reply.keys:
-            self._carry_out(KeysUnknown(name, reply.keys), answers)
-
-    def _hear(self, ingress_id: str) -> _IngressReplica:
-        seen = self._ingresses.setdefault(ingress_id, _IngressReplica())
-        seen.heard_at = self.world.clock.now
-        return seen
-
-    def _refuse_late(self, refusal: Refusal) -> None:
-        ingress_id = refusal.request_id.rpartition("-")[0]
-        if ingress_id in self._ingresses:
-            self._ingresses[ingress_id].late_refusals.append(refusal)
-
-    def _tick(self) -> None:
-        heard_after, living = self.world.clock.now - FORGET_INGRESS_S, self.world.network.living
-        for ingress_id in [n for n, seen in self._ingresses.items() if seen.heard_at < heard_after and n not in living]:
-            del self._ingresses[ingress_id]
-            self.world.tell("router", "%s is lost", ingress_id)
-            self._handle(IngressLost(ingress_id), lambda answers: None)
-        self.later(SAY_AGAIN_S, self._tick)
+LOOK_AGAIN_S, SAY_AGAIN_S, RESEND_S = 0.05, 1.0, 0.1
 
 
 class _Connection:

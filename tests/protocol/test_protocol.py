@@ -54,7 +54,6 @@ MUST_HAPPEN = (
     "prefix trees that agree",
     "recalls",
     "recalls that came too late",
-    "recalled requests that are gone",
     "lost recalls",
     "drains",
     "blocks that came back",

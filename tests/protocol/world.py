@@ -37,7 +37,8 @@ from farsight.policies.settings import BatchSettings, MlfqRules, PolicySettings
 from tests.protocol.ingress import IngressComponent
 from tests.protocol.model import BLOCK, Client, make_client, text_of
 from tests.protocol.network import Clock, Faults, Network
-from tests.protocol.schedulers import RouterComponent, SchedulerComponent
+from tests.protocol.router import RouterComponent
+from tests.protocol.schedulers import SchedulerComponent
 from tests.protocol.worker import STEP_S, ManagerComponent, WorkerComponent
 
 BUSY_S = 1.5
@@ -136,14 +137,6 @@ class World:
         self.network = Network(self.clock, rng, self.faults, thorough=rng.random() < 0.1)
         self._build()
 
-    def _draw_recalls(self) -> None:
-        self.recalls = not self.in_batches and self.recall_rng.random() < 0.5
-        if self.recalls:  # what waits on one replica, not named by a plan, while there is room on another
-            num_seqs = self.recall_rng.choice([1, 1, self.limits.max_num_seqs])
-            standby_slots = self.recall_rng.choice([0, 0, self.limits.standby_slots])
-            self.limits = replace(self.limits, max_num_seqs=num_seqs, standby_slots=standby_slots)
-            self.num_blocks.setdefault("1", self.num_blocks["0"])
-
     def _draw(self, rng: random.Random) -> None:
         """What kind of world this is."""
         loss = rng.choice([(0.0, 0.0), (0.05, 0.1), (0.3, 0.2)])
@@ -159,6 +152,14 @@ class World:
         self.max_len = min(self.num_blocks.values()) * BLOCK  # the ingress admits what fits everywhere
         self.ingress_names = ["ingress-a", "ingress-b"][: rng.randint(1, 2)]
         self._break_rate = rng.choice([0, 0, 0, 0.01])
+
+    def _draw_recalls(self) -> None:
+        self.recalls = not self.in_batches and self.recall_rng.random() < 0.5
+        if self.recalls:  # what waits on one replica, not named by a plan, while there is room on another
+            num_seqs = self.recall_rng.choice([1, 1, self.limits.max_num_seqs])
+            standby_slots = self.recall_rng.choice([0, 0, self.limits.standby_slots])
+            self.limits = replace(self.limits, max_num_seqs=num_seqs, standby_slots=standby_slots)
+            self.num_blocks.setdefault("1", self.num_blocks["0"])
 
     def _draw_batches(self, rng: random.Random) -> BatchSettings:
         return BatchSettings(
