@@ -68,10 +68,8 @@ class LeaseExecutor(PlanExecutor):
         tiers, before = self.tiers, self._held
         if tiers is None or self._block_hashes is None:
             return super().apply_plan(plan)
-        stays = {slot.request_id for slot in plan.slots}
-        for held in before.values():
-            if held.request_id not in stays:  # what a client has broken off, he may go on with
-                self._keep(held)
+        for request_id in before.keys() - {slot.request_id for slot in plan.slots}:
+            self._keep(before[request_id])  # what a client has broken off, he may go on with
         forgotten = super().apply_plan(plan)
         for held in self._held.values():
             if before.get(held.request_id) is not held:

@@ -304,11 +304,11 @@ class KVTiers:
     def pays(self, names: Sequence[int], first: int) -> bool:
         """Returns whether a sequence that starts is worth saving; learns how many continue an earlier one.
 
-        Writing a block costs time of a processor. Where nobody returns, nothing is written.
+        Writing a block costs time of a processor, which is lost where no request continues another.
 
         Args:
-            names: Of its full blocks.
-            first: So many of them are on the device.
+            names: Names of its full blocks.
+            first: Number of them that are on the device.
         """
         end = first
         while end < len(names) and (self.tier_of(names[end]) is not None or names[end] in self._passed_over):
