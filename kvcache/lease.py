@@ -68,13 +68,13 @@ class LeaseExecutor(PlanExecutor):
         tiers, before = self.tiers, self._held
         if tiers is None or self._block_hashes is None:
             return super().apply_plan(plan)
-        for request_id in before.keys() - {slot.request_id for slot in plan.slots}:
-            self._keep(before[request_id])  # what a client has broken off, he may go on with
+        stays = {slot.request_id for slot in plan.slots}
+        for held in [each for request_id, each in before.items() if request_id not in stays]:
+            self._keep(held)  # what a client has broken off, he may go on with
         forgotten = super().apply_plan(plan)
-        for held in self._held.values():
-            if before.get(held.request_id) is not held:
-                num_full = held.num_tokens // self.blocks.block_size
-                tiers.wait(held.request_id, self._block_hashes(held.request_id, num_full)[:num_full])
+        for held in [each for request_id, each in self._held.items() if before.get(request_id) is not each]:
+            num_full = held.num_tokens // self.blocks.block_size
+            tiers.wait(held.request_id, self._block_hashes(held.request_id, num_full)[:num_full])
         return forgotten
 
     def _finish(self, held: SequenceState, status: SequenceStatus) -> FinishedSequence:
