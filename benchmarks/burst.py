@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.common.servers import RunningServer, emulated_device, farsight_command
 from farsight.services.bench.report import provenance, write_json
 from farsight.services.launch.launch import EMBEDDED_NAME
@@ -187,6 +189,18 @@ class Probes:
         return shown
 
 
+def cpu_by_process(server: RunningServer) -> dict[str, float]:
+    """CPU seconds by pid and title."""
+    used = {}
+    for process in server.tree.processes():
+        try:
+            title = " ".join(process.cmdline()[:3])[-60:] or process.name()
+            used[f"{process.pid} {title}"] = sum(process.cpu_times()[:2])
+        except psutil.NoSuchProcess:
+            continue
+    return used
+
+
 def measure(
     server: RunningServer, args: argparse.Namespace, count: int, in_flight: int, *, stream: bool
 ) -> dict[str, Any]:
@@ -194,11 +208,11 @@ def measure(
     port = server.command.port
     probes = Probes(port)
     time.sleep(SETTLE_S)
-    before, began = server.tree.cpu_by_process(), time.perf_counter()
+    before, began = cpu_by_process(server), time.perf_counter()
     answers = asyncio.run(load(port, count, in_flight, stream=stream, max_tokens=args.max_tokens, words=args.words))
     took_s = time.perf_counter() - began
     time.sleep(SETTLE_S)
-    after = server.tree.cpu_by_process()
+    after = cpu_by_process(server)
     used = {name: cpu_s - before.get(name, 0.0) for name, cpu_s in after.items()}
     return {
         "in_flight": in_flight,

@@ -19,6 +19,9 @@ class Abilities:
         normalizes: Whether its embeddings are brought to length 1.
         num_labels: Outputs of its classifier, a model that reads two texts at once; 0 if it has none.
         squashes: Whether a score is brought into 0 to 1 by the logistic function.
+        score_ids: Tokens by which a decoder scores two texts: the logit of the first one less that of the second.
+        instruction: What such a decoder is told before the two texts; empty for nothing.
+        begins_turn: Whether its prompt ends with the beginning of an answer.
     """
 
     generates: bool = True
@@ -27,6 +30,9 @@ class Abilities:
     normalizes: bool = True
     num_labels: int = 0
     squashes: bool = True
+    score_ids: tuple[int, ...] = ()
+    instruction: str = ""
+    begins_turn: bool = False
 
     @property
     def offers(self) -> str:

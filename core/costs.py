@@ -105,7 +105,7 @@ FREE_IMAGES = ImageCost()
 """Cost of pictures where there is no encoder, or nothing is known of its speed."""
 
 
-BASE_SHARE = 0.06
+BASE_SHARE = 0.1
 """Share of a step that ``base_s`` may take: what more rows than ``priced_rows`` could gain in tokens a second."""
 
 FEWEST_ROWS = 4

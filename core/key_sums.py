@@ -26,29 +26,27 @@ class KeySums:
     """
 
     def __init__(self) -> None:
-        self._attempts: dict[str, int] = {}
-        self._parts: dict[int, dict[str, None]] = {}
+        self._parts: dict[int, dict[str, int]] = {}  # attempts by request
         # In the machine's own byte order: between two orders every part differs, which costs time and nothing else.
         self._sums = array("Q", bytes(8 * NUM_PARTS))
 
     def put(self, request_id: str, attempt: int) -> None:
         """Adds an attempt in place of the request's earlier one."""
-        earlier = self._attempts.get(request_id)
+        number, hashed = _place(request_id, attempt)
+        part = self._parts.setdefault(number, {})
+        earlier = part.get(request_id)
         if earlier == attempt:
             return
         if earlier is not None:
-            self.discard(request_id)
-        self._attempts[request_id] = attempt
-        number, hashed = _place(request_id, attempt)
-        self._parts.setdefault(number, {})[request_id] = None
+            hashed ^= _place(request_id, earlier)[1]
+        part[request_id] = attempt
         self._sums[number] ^= hashed
 
     def discard(self, request_id: str) -> None:
         """Removes a request, if it is here."""
-        attempt = self._attempts.pop(request_id, None)
+        attempt = self._parts.get(part_of(request_id), {}).pop(request_id, None)
         if attempt is not None:
             number, hashed = _place(request_id, attempt)
-            del self._parts[number][request_id]
             self._sums[number] ^= hashed
 
     def packed(self) -> bytes:
@@ -66,11 +64,11 @@ class KeySums:
 
     def keys(self, parts: Iterable[int]) -> Iterator[Key]:
         """Yields the attempts in these parts."""
-        return ((name, self._attempts[name]) for number in parts for name in self._parts.get(number, ()))
+        return (key for number in parts for key in self._parts.get(number, {}).items())
 
     def all_keys(self) -> Iterator[Key]:
         """Yields all attempts."""
-        return iter(self._attempts.items())
+        return self.keys(self._parts)
 
 
 @lru_cache(maxsize=1 << 14)

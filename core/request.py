@@ -26,10 +26,6 @@ class SequenceStatus(IntEnum):
     FINISHED_FAILED = 7
 
     @property
-    def is_finished(self) -> bool:
-        return self >= SequenceStatus.FINISHED_STOPPED
-
-    @property
     def finish_reason(self) -> str | None:
         """The OpenAI ``finish_reason``; ``None`` while the sequence lives."""
         return _FINISH_REASONS.get(self)

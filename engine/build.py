@@ -30,6 +30,7 @@ from farsight.engine.vision.geometry import load_geometry
 from farsight.engine.vision.spans import FindRows, ImageInputs, carried_rows
 from farsight.engine.worker import Worker
 from farsight.kvcache import BatchLimits, BlockManager, LeaseExecutor, PipelinedExecutor, PlanExecutor, StaticExecutor
+from farsight.kvcache.checkpoints import state_spacing
 from farsight.policies.compose import follows_prefixes, swaps_kv
 from farsight.policies.presets import find_preset
 from farsight.policies.speculation.base import SPECULATIONS, SpeculationContext
@@ -136,7 +137,6 @@ def build_worker(
     has_states = isinstance(config, DecoderConfig) and config.state_size > 0
     if has_states:  # a block of keys and values says nothing of the state behind it
         require(not engine.disk_kv, "engine.disk_kv", engine.disk_kv, "empty: this model has states beside its blocks")
-        engine = dataclasses.replace(engine, prefix_cache=False)
     tokenizer = load_tokenizer(model_dir) if tokenizer is None else tokenizer
     weights = find_preset(scheduler.preset).weights if engine.weights == "auto" else engine.weights
     if isinstance(config, EncoderConfig):
@@ -176,6 +176,8 @@ def build_worker(
             keep_quantized=weights != "float",
             progress=progress,
         )
+    if has_states and not device.num_checkpoints:
+        engine = dataclasses.replace(engine, prefix_cache=False)
     limits = BatchLimits(engine.max_num_seqs, engine.step_tokens)
     block_bytes = device.token_bytes * engine.kv_block_size
     blocks = BlockManager(device.num_blocks, engine.kv_block_size, block_bytes, device.num_states)
@@ -215,7 +217,7 @@ def build_worker(
         from farsight.tokenization.grammars.compiler import GrammarCompiler  # needs llguidance
 
         grammars = GrammarCompiler(tokenizer, config.vocab_size, eos_token_ids)
-    return Worker(
+    worker = Worker(
         device.runner,
         executor,
         Detokenizer(tokenizer),
@@ -235,6 +237,10 @@ def build_worker(
         ),
         long_sequences=_long_sequences(config, max_model_len),
     )
+    if device.num_checkpoints and isinstance(config, DecoderConfig) and isinstance(executor, LeaseExecutor):
+        spacing = state_spacing(config.state_bytes, device.token_bytes, engine.kv_block_size)
+        executor.keep_states(device.num_checkpoints, spacing)
+    return worker
 
 
 def _check_tiers(engine: EngineConfig, *, mesh_size: int, static: bool) -> None:

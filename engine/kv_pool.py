@@ -45,6 +45,7 @@ class KVPool:
     Args:
         spare: Whether there is another block behind ``num_blocks``, of no sequence.
         num_states: Sequences that may have a state at once; 0: as many as may have a block.
+        num_checkpoints: States that may be kept beside these.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class KVPool:
         device: torch.device | str = "cpu",
         spare: bool = False,
         num_states: int = 0,
+        num_checkpoints: int = 0,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs blocks: got {num_blocks} of {block_size} tokens")
@@ -65,7 +67,7 @@ class KVPool:
         self.num_blocks = num_blocks = num_blocks + spare
         self.block_size = block_size
         self.dtype = dtype
-        self.states = StatePool(config, num_states or num_blocks) if config.state_size else None
+        self.states = StatePool(config, num_states or num_blocks, num_checkpoints) if config.state_size else None
         scale = KV_SCALE_BYTES if dtype == torch.int8 else 0
         places: dict[tuple[int, int], list[int]] = {}  # layers by their KV heads and the width of one
         for layer in config.kv_layers:
@@ -151,15 +153,18 @@ class StatePool:
     wrong tokens and no error.
 
     Attributes:
-        rows: ``[num_rows + 1, values of a sequence]``; the last row is for what no one reads.
+        rows: ``[num_rows + 1 + num_checkpoints, values of a sequence]``: of sequences, one for what no one reads, then
+            the states that are kept (``StateCheckpoints``).
 
     Args:
         num_rows: Sequences that may have a state at once.
+        num_checkpoints: Places of states that are kept.
     """
 
-    def __init__(self, config: DecoderConfig, num_rows: int) -> None:
+    def __init__(self, config: DecoderConfig, num_rows: int, num_checkpoints: int = 0) -> None:
         self.num_rows = num_rows
-        self.rows = torch.empty(num_rows + 1, config.state_size, dtype=torch.float32)
+        # The operating system commits the memory of a row as it comes into use.
+        self.rows = torch.empty(num_rows + 1 + num_checkpoints, config.state_size, dtype=torch.float32)
         self._first: dict[int, tuple[int, int]] = {}  # by layer: its first value in a row, and how many it has
         first = 0
         for layer, mixer in config.mixers:
@@ -169,7 +174,7 @@ class StatePool:
         self._held: dict[str, tuple[int, int]] = {}  # by request: its row, and the tokens that it has read
 
     def of_layer(self, layer: int) -> Tensor:
-        """Returns the states of a layer, ``[num_rows + 1, values]``."""
+        """Returns the states of a layer, of all rows, ``[rows, values]``."""
         first, size = self._first[layer]
         return self.rows[:, first : first + size]
 
@@ -181,7 +186,9 @@ class StatePool:
     def step(
         self, items: Sequence[StepItem], sequences: Mapping[str, SequenceState], *, may_be_cut_off: bool
     ) -> Iterator[list[int]]:
-        """Yields the row of each item of a step, cleared where a sequence begins, while the step computes.
+        """Yields the row of each item of a step, cleared or restored where a sequence begins, while the step computes.
+
+        The step itself writes what its items keep, into the rows of ``keeps_of``.
 
         A step that is cut off leaves the states as they were; after another error those of its items are lost.
 
@@ -210,9 +217,12 @@ class StatePool:
                 found.append(self.num_rows)
                 continue
             row, read = self._held.get(item.request_id, (-1, 0))
-            if item.start == 0:
+            if item.start == 0 or item.restore >= 0:
                 row = self._take({each.request_id for each in items}, sequences) if row < 0 else row
-                self.rows[row].zero_()
+                if item.start:
+                    self.rows[row] = self.rows[self.num_rows + 1 + item.restore]
+                else:
+                    self.rows[row].zero_()
             elif read != item.start:
                 raise IntegrityError(
                     f"{item.request_id}: a state behind {read} tokens, a step from token {item.start} on"
@@ -220,6 +230,11 @@ class StatePool:
             self._held[item.request_id] = row, item.start + item.num_tokens
             found.append(row)
         return found
+
+    def keeps_of(self, items: Sequence[StepItem]) -> list[tuple[int, int, int]]:
+        """Returns the states that a step keeps: index of the item, its tokens that they have read, and their row."""
+        first = self.num_rows + 1
+        return [(i, count, first + place) for i, item in enumerate(items) for count, place in item.keeps]
 
     def _take(self, busy: Container[str], sequences: Mapping[str, SequenceState]) -> int:
         if not self._free and sequences:

@@ -140,6 +140,7 @@ class Device:
         num_host_blocks: KV blocks of the host pool; 0 if there is none.
         copier: Copies between the two pools; None if there is no host pool.
         num_states: Sequences that may have a state beside their keys and values at once; 0: the model has none.
+        num_checkpoints: States that may be kept beside these, for sequences that begin alike.
         exact: Whether a token's logits depend on nothing else in its step, bit by bit (ADR 27).
     """
 
@@ -151,6 +152,7 @@ class Device:
     copier: Copier | None
     exact: bool = False
     num_states: int = 0
+    num_checkpoints: int = 0
 
 
 def num_pool_blocks(engine: EngineConfig, token_bytes: int, context_len: int, free_bytes: int | None) -> int:

@@ -47,6 +47,7 @@ class SequenceState:
         dropped_len: Tokens whose KV was computed and has been dropped.
         cut_off_at_s: ``Slot.cut_off_at_s`` under which its last step was cut off; 0 if none was.
         shares: Whether its blocks may serve other sequences.
+        keep_at: Positions behind which its state is to be kept, ascending; the last is the end of its prompt.
         is_kept: Whether its blocks are saved to the tiers.
         brought: What came back from the tiers; None if nothing did.
     """
@@ -72,6 +73,7 @@ class SequenceState:
     cut_off_at_s: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
     shares: bool = True
+    keep_at: tuple[int, ...] = ()
     is_kept: bool = True
     brought: Brought | None = None
 

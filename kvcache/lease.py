@@ -10,33 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from farsight.core.messages.kv import KVTraffic
 from farsight.core.messages.plans import FinishedSequence, Plan
 from farsight.core.request import Residency, SequenceStatus
-from farsight.kvcache.batch_draft import BatchDraft, is_cut_off, seconds_until_cut_off
+from farsight.kvcache.batch_draft import (
+    BatchDraft,
+    StepAhead,
+    decodes,
+    runnable_tokens,
+    seconds_until_cut_off,
+    steps_granted,
+)
 from farsight.kvcache.block_manager import BlockHashes, BlockManager
+from farsight.kvcache.checkpoints import StateCheckpoints
 from farsight.kvcache.executor import NO_FURTHER, PlanExecutor, SequenceState
 from farsight.kvcache.step_batch import BatchLimits, KVCopy, StepBatch, StepItem
 from farsight.kvcache.tiers import KVTiers
 from farsight.kvcache.transfers import Transfers
-
-
-@dataclass(frozen=True, slots=True)
-class _StepAhead:
-    """The step that follows another if no event comes before it.
-
-    Attributes:
-        after: The step before it.
-        revision: ``PlanExecutor.revision`` when it was chosen.
-        turning: Ids of its sequences that begin a block, and their length with the token that it computes.
-    """
-
-    after: StepBatch
-    batch: StepBatch
-    revision: int
-    turning: list[tuple[str, int]]
 
 
 class LeaseExecutor(PlanExecutor):
@@ -49,16 +41,22 @@ class LeaseExecutor(PlanExecutor):
     ) -> None:
         super().__init__(blocks, limits, incarnation, host)
         self._block_hashes: BlockHashes | None = None
+        self._states: StateCheckpoints | None = None
         self.transfers = Transfers(blocks, host)
         self._running: list[SequenceState] = []  # of the step that runs or has run last
         self._busy: dict[str, StepBatch] = {}  # in a step that has begun, where another may begin beside it
         self._may_repeat = False  # whether the step begun last was free of waits that end by themselves
         self._chosen_in = -1  # ``revision`` when a step was chosen last
-        self._ahead: _StepAhead | None = None
+        self._ahead: StepAhead | None = None
         self._begun: tuple[StepBatch, int] | None = None  # by ``begin_after``, and ``revision`` then
 
     def share_prefixes(self, block_hashes: BlockHashes) -> None:
         self._block_hashes = block_hashes
+
+    def keep_states(self, num_places: int, spacing: int) -> None:
+        """Lets sequences begin behind kept states alone (``StateCheckpoints``); call it after ``share_prefixes``."""
+        if self._block_hashes is not None:
+            self._states = StateCheckpoints(num_places, self.blocks.block_size, spacing, self._block_hashes)
 
     def keep_tiers(self, tiers: KVTiers) -> None:
         """Saves what sequences compute and brings it back; call it after ``share_prefixes``, before any plan."""
@@ -91,6 +89,8 @@ class LeaseExecutor(PlanExecutor):
         """Frees the sequence's blocks; blocks of a copy in flight only when the copy is done."""
         if self.tiers is not None:
             self.tiers.leave(held.request_id)
+        if self._states is not None:
+            self._states.leave(held.request_id)
         if held.copy_id is None:
             super()._free(held)
         else:
@@ -179,7 +179,7 @@ class LeaseExecutor(PlanExecutor):
             if held.slot.rests and within_grants:
                 draft.rests = True
                 continue
-            wanted = self._runnable_tokens(held, within_grants)
+            wanted = runnable_tokens(held, within_grants=within_grants)
             if wanted == 0:
                 draft.out_of_grants = True
             elif wanted > 1 and draft.prompts_left == 0:
@@ -192,7 +192,7 @@ class LeaseExecutor(PlanExecutor):
                 credit -= held.slot.standby
             else:
                 draft.refused = True
-        if draft.rests and all(map(_decodes, draft.chosen)):  # all sequences that go first may have begun
+        if draft.rests and all(map(decodes, draft.chosen)):  # all sequences that go first may have begun
             draft.out_of_grants = True
         return draft
 
@@ -210,17 +210,19 @@ class LeaseExecutor(PlanExecutor):
             held = self._held[item.request_id]
             if not item.samples or item.drafts or (item.num_tokens > 1 and not unread):
                 return None
-            if _steps_granted(held) < 2:
+            if steps_granted(held) < 2:
                 if alone and held.tokens_left == 1:
                     continue
                 return None
             start = item.start + item.num_tokens
+            if self._states is not None and self._states.due(held, start, start + 1):
+                return None
             items.append(StepItem(item.request_id, start, 1, True, item.blocks))
             if start % size == 0:
                 turning.append((item.request_id, start + 1))
         if not items:
             return None
-        self._ahead = _StepAhead(batch, StepBatch(tuple(items)), self.revision, turning)
+        self._ahead = StepAhead(batch, StepBatch(tuple(items)), self.revision, turning)
         return self._ahead.batch
 
     def _is_alone(self, batch: StepBatch) -> bool:
@@ -285,7 +287,8 @@ class LeaseExecutor(PlanExecutor):
         self._begin_at(held, len(cached) * self.blocks.block_size)
         if self._bring_back(held, len(cached), wanted):
             return True  # it goes on when they are there; meanwhile others run
-        self._add(held, draft.share(wanted - held.computed_len), table, draft)
+        restore = -1 if self._states is None else self._states.use(held, len(cached))
+        self._add(held, draft.share(wanted - held.computed_len), table, draft, restore)
         return True
 
     def _bring_back(self, held: SequenceState, first: int, wanted: int) -> bool:
@@ -323,7 +326,10 @@ class LeaseExecutor(PlanExecutor):
             missing = hashes[len(cached)]
             if missing in self._arising(draft, self._block_hashes) or self.transfers.is_coming(missing):
                 return None
-        return cached
+        if self._states is None:
+            return cached
+        self._arising(draft, self._block_hashes)
+        return self._states.usable(held, hashes, cached, limit, draft)
 
     def _arising(self, draft: BatchDraft, block_hashes: BlockHashes) -> set[int]:
         """Returns the hashes of the blocks of known tokens that begun steps, and this step so far, compute."""
@@ -341,6 +347,8 @@ class LeaseExecutor(PlanExecutor):
         end = min(known, self.blocks.blocks_for(item.start + item.num_tokens))
         if first < end:
             draft.arising.update(block_hashes(item.request_id, end)[first:end])
+        if self._states is not None:
+            self._states.note_arising(item, held, draft)
 
     def _items_under_way(self) -> Iterable[StepItem]:
         """Yields the items of begun, uncommitted steps whose sequences are still in these steps."""
@@ -356,29 +364,28 @@ class LeaseExecutor(PlanExecutor):
             self.prefix_queries += held.prompt_len
             self.prefix_hits += held.cached_len
 
-    def _add(self, held: SequenceState, num_tokens: int, table: list[int], draft: BatchDraft) -> None:
+    def _add(
+        self, held: SequenceState, num_tokens: int, table: list[int], draft: BatchDraft, restore: int = -1
+    ) -> None:
         samples = held.computed_len + num_tokens == held.num_tokens
-        draft.items.append(StepItem(held.request_id, held.computed_len, num_tokens, samples, table))
+        item = StepItem(held.request_id, held.computed_len, num_tokens, samples, table)
+        if self._states is not None:
+            item = item._replace(restore=restore, keeps=self._states.begin(held, num_tokens))
+        draft.items.append(item)
         draft.chosen.append(held)
         draft.tokens_left -= num_tokens
-        if not _decodes(held):
+        if not decodes(held):
             draft.prompts_left -= min(num_tokens, draft.prompts_left)
+
+    def cut_off(self, batch: StepBatch, duration_s: float) -> None:
+        super().cut_off(batch, duration_s)
+        if self._states is not None:
+            for item in batch.items:
+                self._states.give_back(item.request_id)
 
     def _has_streams(self) -> bool:
         """Returns whether a sequence of the latest step decodes, so that its client waits for the next token."""
-        return any(_decodes(held) for held in self._running)
-
-    def _runnable_tokens(self, held: SequenceState, within_grants: bool) -> int:
-        """Counts the known tokens that may be computed now; computing the last known one also yields a new token."""
-        slot, known, computed = held.slot, held.num_tokens, held.computed_len
-        if slot.cut_off_at_s and is_cut_off(held, within_grants):
-            return 0
-        if not within_grants:
-            return known - computed
-        reach = known if known < slot.prefill_to else slot.prefill_to
-        if reach == known >= slot.length_to:
-            reach -= 1
-        return reach - computed if reach > computed else 0
+        return any(decodes(held) for held in self._running)
 
     def _is_offloaded(self, held: SequenceState) -> bool:
         return self.host is not None and held.copy_id is None and bool(self.host.table(held.request_id))
@@ -392,7 +399,7 @@ class LeaseExecutor(PlanExecutor):
         if not item.samples:
             return 0
         slots = len(item.blocks) * self.blocks.block_size - item.start - item.num_known
-        return max(0, min(slots, _steps_granted(self._held[item.request_id]) - 1))
+        return max(0, min(slots, steps_granted(self._held[item.request_id]) - 1))
 
     def horizon(self, batch: StepBatch, most: int) -> int:
         """Returns how often in a row the batch would be chosen if no plan came and only length limits ended sequences.
@@ -408,7 +415,9 @@ class LeaseExecutor(PlanExecutor):
         if self._block_hashes is not None and len(self._held) > len(batch.items):
             return 1
         running = [self._held[item.request_id] for item in batch.items]
-        steps = max(1, min(map(_steps_granted, running)))
+        steps = max(1, min(map(steps_granted, running)))
+        if self._states is not None:
+            steps = min(steps, *(self._states.steps_until_due(held) for held in running))
         while steps // 2 >= most:
             steps //= 2
         while steps > 1 and not self._has_blocks_for(running, steps):
@@ -457,6 +466,8 @@ class LeaseExecutor(PlanExecutor):
                 self.blocks.grow(item.request_id, held.computed_len)
             if held.computed_len >= held.register_at:
                 self._register(held)
+            if item.keeps and self._states is not None:
+                self._states.keep(item, held)
             if not item.samples:
                 continue
             held.num_tokens += num_steps + more
@@ -484,17 +495,8 @@ class LeaseExecutor(PlanExecutor):
         """Raises IntegrityError unless lengths, blocks, copies and book-keeping agree."""
         super().check_integrity()
         self.transfers.check_integrity(self._held)
+        if self._states is not None:
+            self._states.check_integrity()
 
     def _orphaned_blocks(self) -> set[int]:
         return self.transfers.orphaned_blocks()
-
-
-def _decodes(held: SequenceState) -> bool:
-    """Returns whether the sequence's next step computes the one token that the last step yielded."""
-    return held.num_tokens > held.prompt_len and held.num_tokens - held.computed_len == 1
-
-
-def _steps_granted(held: SequenceState) -> int:
-    """Counts the decoding steps until the sequence reaches its limit of length or the end of its grant."""
-    reach = min(held.max_total_len, held.slot.length_to, held.slot.prefill_to + 1)
-    return reach - held.num_tokens

@@ -31,6 +31,8 @@ class StepItem(NamedTuple):
         blocks: The block table, covering positions 0 .. start + num_tokens - 1.
         drafts: Guesses of the tokens that follow the last known one; ``num_tokens`` counts them. The step yields a
             token for the last known position and for each guess that turns out right.
+        restore: Place of the kept state that the sequence begins with (``StateCheckpoints``); -1 for none.
+        keeps: Behind how many of the tokens the state is to be kept, and in which place; ascending.
     """
 
     request_id: str
@@ -39,6 +41,8 @@ class StepItem(NamedTuple):
     samples: bool
     blocks: list[int]
     drafts: tuple[int, ...] = ()
+    restore: int = -1
+    keeps: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_known(self) -> int:

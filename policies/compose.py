@@ -14,10 +14,11 @@ from farsight.policies.fleet.batch_scheduler import BatchScheduler
 from farsight.policies.fleet.scheduler import GlobalScheduler
 from farsight.policies.interfaces import ADMISSIONS, KV_POLICIES, ORDERS, ReplicaContext, ReplicaPolicies
 from farsight.policies.kv.split_batch import SplitBatch, WholeBatch
+from farsight.policies.moves.recall import RecallRule
 from farsight.policies.order.fcfs import Fcfs
 from farsight.policies.order.offload_orders import OffloadDecider, told
 from farsight.policies.placement.base import PLACEMENTS, Placement
-from farsight.policies.presets import PRESETS, Preset, find_preset
+from farsight.policies.presets import PRESETS, Preset, find_preset, max_running
 from farsight.policies.replica.planner import StepBudget
 from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimits
 from farsight.policies.settings import BatchSettings, PolicySettings, ServingTime
@@ -26,13 +27,20 @@ GRANT_LEAD_S = 0.15
 """Grant lead on a server: 1.5 times the interval between two reports of a worker."""
 
 
-def build_router(preset: str, placement: str = "", settings: PolicySettings | None = None) -> GlobalScheduler:
+def build_router(
+    preset: str, placement: str = "", settings: PolicySettings | None = None, places: int = 0
+) -> GlobalScheduler:
     """Returns the scheduler over replicas; ``placement`` overrides the preset's own.
+
+    Args:
+        places: Most requests that a replica runs at once; 0 where that is unknown, and nothing is recalled.
 
     Raises:
         ConfigError: There is no such preset or placement.
     """
-    return GlobalScheduler(_placement(preset, placement, settings or PolicySettings()))
+    settings = settings or PolicySettings()
+    rule = RecallRule(max_running(preset, places)) if settings.placement.recall and places else None
+    return GlobalScheduler(_placement(preset, placement, settings), rule)
 
 
 def _placement(preset: str, placement: str, settings: PolicySettings) -> Placement:

@@ -32,7 +32,7 @@ class Job:
         arrived_at: Arrival of the request; unchanged by preemptions and requeues.
         priority: Lower goes first (as in vLLM); the first sort key of every order.
         deadline_at: At equal priority the earlier one goes first; infinity for none. A ``ReplicaScheduler`` sets it
-            only when the job can wait no longer (``policies.outlook.just_enough``).
+            only when the job can wait no longer (``policies.outlook.promises``).
         forecast: Prediction of the whole output length; None without one.
         cached_len: Prompt tokens known or believed to be in the replica's prefix cache.
         output_len: Tokens generated so far.
@@ -302,9 +302,7 @@ class Order(Explains, ABC):
         """Takes note that the job has a new ``forecast``, perhaps its first."""
 
     def changed(self, job: Job) -> None:
-        """Takes note that the job's lengths, the location of its KV or its cached prompt tokens may have changed.
-        Called after each change, before ``ran``; unknown jobs are ignored.
-        """
+        """Takes note, before ``ran``, that the job's lengths, its KV's place or its hits may have changed, if known."""
 
     def price(self, cost: StepCost, capacity: int) -> None:
         """Sets the step cost and the KV capacity in tokens; called at the start and after each change."""
@@ -337,7 +335,12 @@ class RanksSome(Protocol):
 
 
 class Admission(Explains, ABC):
-    """Decides whether a job may become resident. Calls per scheduling point: ``begin``, then ``admits`` and ``add``."""
+    """Decides whether a job may become resident. Calls per scheduling point: ``begin``, then ``admits`` and ``add``.
+
+    It may be left out where all jobs fit at their limits beside its ``reserve``, if it ``admits_what_fits`` at least.
+    """
+
+    admits_what_fits: bool = False
 
     @abstractmethod
     def begin(self, running: Sequence[Job], capacity: int) -> None:
@@ -491,10 +494,6 @@ class ReplicaContext:
 
 
 ORDERS: Parts[Order, ReplicaContext] = Parts("scheduler.order")
-"""Orders by the names that presets and ``[scheduler] order`` use."""
-
 ADMISSIONS: Parts[Admission, ReplicaContext] = Parts("scheduler.admission")
-"""Admissions by the names that presets and ``[scheduler] admission`` use."""
-
 KV_POLICIES: Parts[KvPolicy, ReplicaContext] = Parts("scheduler.kv")
-"""KV policies by the names that presets and ``[scheduler] kv`` use."""
+"""Parts by the names that presets and ``[scheduler]`` use."""

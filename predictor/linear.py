@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from farsight.core.errors import InvalidValueError
 from farsight.predictor.features import Floats
-from farsight.predictor.quantiles import LengthDistributions, linear_quantiles
+from farsight.predictor.forest import LengthDistributions, linear_quantiles
 
 NUM_BINS = 32
 """Number of bins of equal mass: the most that the paper tries."""

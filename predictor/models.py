@@ -13,9 +13,8 @@ from farsight.predictor.applications.forest import ApplicationForest
 from farsight.predictor.applications.reading import MODEL as APPLICATIONS
 from farsight.predictor.artefact import ArtefactError, TrainedModel
 from farsight.predictor.features import Floats
-from farsight.predictor.forest import Forest
+from farsight.predictor.forest import Forest, LengthDistributions
 from farsight.predictor.linear import BinnedLinear
-from farsight.predictor.quantiles import LengthDistributions
 
 BERT = "bert"
 """Multi-Bin's fine-tuned regressor: its score is the only feature of a model with bins."""

@@ -13,9 +13,9 @@ from farsight.predictor.applications.reading import SECRET, ApplicationReader
 from farsight.predictor.artefact import ArtefactError, TrainedModel
 from farsight.predictor.encoders import Encoder, Scorer
 from farsight.predictor.features import IMAGES, FeatureShape, Floats
+from farsight.predictor.forest import LengthDistributions
 from farsight.predictor.history import HistoryPredictor
 from farsight.predictor.models import BERT, FULL, LENGTH, Model, unpack
-from farsight.predictor.quantiles import LengthDistributions
 from farsight.predictor.readers import EmbeddingCache, EmbeddingReader, Reader, ScoreReader, WordReader
 from farsight.predictor.retraining import is_untrained
 from farsight.predictor.shedding import Effort

@@ -51,6 +51,27 @@ def failing_in_one_line() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
+@contextmanager
+def failing_by_flag(flags: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Ends the command as ``failing_in_one_line``, also at errors of files and at Ctrl-C; the line names the flag.
+
+    Args:
+        flags: Flags of the fields that have another name than their flag.
+    """
+    try:
+        yield
+    except (FarsightError, OSError) as error:
+        told_error: Exception = error
+        if isinstance(error, InvalidValueError):
+            named = error.field.isidentifier() and error.field.islower()
+            flag = (flags or {}).get(error.field, f"--{error.field.replace('_', '-')}" if named else error.field)
+            told_error = InvalidValueError(flag, error.value, error.expected)
+        typer.echo(f"farsight: {told_error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
 def told(error: Any) -> str:
     """An error of arguments in the words of the project's own ones.
 

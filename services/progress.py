@@ -1,4 +1,4 @@
-"""How far a command has come: a bar, or one line that is rewritten."""
+"""What a command shows: how far it has come, as a bar or one line that is rewritten, and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @contextmanager
@@ -96,3 +99,13 @@ def status_line(terminal: TextIO) -> StatusLine | None:
 def hide_downloads() -> None:
     """Hides the bars that the hub's client shows of its downloads on a terminal; call it before its first import."""
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+
+def wide_console(*, highlight: bool = True) -> Console:
+    """Returns a console for tables; a pipe has no width, so it gets one that avoids cut cells."""
+    from rich.console import Console
+
+    console = Console(highlight=highlight)
+    if not console.is_terminal:
+        console.width = 200
+    return console

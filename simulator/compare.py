@@ -152,7 +152,8 @@ def interval(values: Sequence[float]) -> Interval:
     mean = fmean(values)
     if len(values) == 1:
         return Interval(mean, None, None)
-    margin = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    student_t = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
+    margin = student_t * stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - margin, mean + margin)
 
 
@@ -166,11 +167,6 @@ def paired_ratio(pairs: Sequence[tuple[float | None, float | None]]) -> Interval
     if found.low is None or found.high is None:
         return Interval(math.exp(found.mean), None, None)
     return Interval(math.exp(found.mean), math.exp(found.low), math.exp(found.high))
-
-
-def student_t(degrees: int) -> float:
-    """Returns Student's t that ``CONFIDENCE`` lies within, on both sides."""
-    return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))
 
 
 def comparison_table(compared: Sequence[Compared]) -> Table:

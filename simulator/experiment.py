@@ -12,6 +12,7 @@ import numpy as np
 
 from farsight.core.config.scheduling import BatchConfig, PlacementConfig, SchedulerConfig
 from farsight.core.errors import InvalidValueError
+from farsight.kvcache.checkpoints import state_spacing
 from farsight.policies.compose import check_scheduler
 from farsight.simulator import predictors
 from farsight.simulator.cluster.fleet import Scaling
@@ -179,11 +180,22 @@ PREDICTORS: dict[str, Callable[[Experiment], PredictLengths]] = {
 NUM_STATES = 512
 """Sequences of a replica that may have a state beside their keys and values at once, as a server has for 256 a step."""
 
+KEPT_STATES = 128
+"""States of prefixes that a replica keeps beside these."""
+
 
 def num_states(experiment: Experiment) -> int:
     """Sequences that may have a state at once; 0 for a model of attention alone."""
     latency = experiment.latency
     return NUM_STATES if isinstance(latency, Roofline) and latency.model.state_bytes else 0
+
+
+def spacing_of_states(experiment: Experiment) -> int:
+    """Tokens between two kept states of a prompt; 0 for a model of attention alone."""
+    latency = experiment.latency
+    if not isinstance(latency, Roofline) or not latency.model.state_bytes:
+        return 0
+    return state_spacing(latency.model.state_bytes, latency.model.kv_bytes, experiment.block_size)
 
 
 def free_kv_tokens(latency: Roofline) -> int:
@@ -194,7 +206,7 @@ def free_kv_tokens(latency: Roofline) -> int:
     """
     gpu, model, num_gpus = latency.gpu, latency.model, latency.tensor_parallel * latency.pipeline_parallel
     weights = 2 * model.num_params
-    free = MEMORY_SHARE * gpu.memory_bytes * num_gpus - weights - NUM_STATES * model.state_bytes
+    free = MEMORY_SHARE * gpu.memory_bytes * num_gpus - weights - (NUM_STATES + KEPT_STATES) * model.state_bytes
     if free < model.kv_bytes:
         room = f"{MEMORY_SHARE * gpu.memory_bytes * num_gpus / 1e9:.0f} GB"
         expected = f"weights below the {room} that {num_gpus} x {gpu.name} have for them, not {weights / 1e9:.0f} GB"

@@ -26,7 +26,7 @@ from farsight.simulator.cluster.fleet import Fleet, FleetShape, Source
 from farsight.simulator.cluster.memory_below import NOTHING_BELOW, MemoryBelow
 from farsight.simulator.cluster.records import Record, Recorder, Timeline
 from farsight.simulator.cluster.replica import ReplicaShape
-from farsight.simulator.experiment import Experiment, num_states
+from farsight.simulator.experiment import KEPT_STATES, Experiment, num_states, spacing_of_states
 from farsight.simulator.summary import Summary, summarize
 from farsight.simulator.traffic.workload import SimRequest, Workload
 
@@ -108,17 +108,18 @@ def _looking_seldom(shape: ReplicaShape) -> ReplicaShape:
 
 
 def _replica_shape(experiment: Experiment, arrivals: Workload) -> ReplicaShape:
-    states = num_states(experiment)  # with them nothing moves to the host, and no prefix is cached
+    states = num_states(experiment)  # with them nothing moves to the host
     return ReplicaShape(
         num_blocks=experiment.kv_tokens // experiment.block_size,
         block_size=experiment.block_size,
         num_host_blocks=0 if states else experiment.host_kv_tokens // experiment.block_size,
         num_states=states,
+        kept_states=KEPT_STATES if states else 0,
+        state_spacing=spacing_of_states(experiment),
         max_num_seqs=experiment.max_num_seqs,
         max_batch_tokens=experiment.max_batch_tokens,
         look_every=0 if is_steady(experiment.scheduler) and not _any_gives_way(arrivals) else 1,
-        shares_prefixes=not states
-        and any(each.prefix or any(image.name for image in each.images) for each in arrivals),
+        shares_prefixes=any(each.prefix or any(image.name for image in each.images) for each in arrivals),
         execution="static" if experiment.scheduler.execution == "static" else "ragged",
         offload_hop_s=experiment.offload_hop_s or 0.0,
     )
@@ -199,7 +200,7 @@ def _fleet(
         batch_s, announce_s = partial(padded_batch_s, experiment.latency), ANNOUNCE_S
         machine = configured_batch_scheduler(config, experiment.batch, experiment.max_num_seqs, batch_s)
     else:
-        machine, announce_s = build_router(config.preset, config.placement, settings), 0.0
+        machine, announce_s = build_router(config.preset, config.placement, settings, experiment.max_num_seqs), 0.0
     return Fleet(
         FleetShape(shape, experiment.latency, experiment.num_replicas, announce_s, scaling=experiment.scaling),
         machine,

@@ -25,31 +25,37 @@ _SPACED = ("<unk>", "<s>", "<|endoftext|>")
 
 _ENDS = ("eos", "eot", "eom")
 _END_TEXTS = frozenset(
-    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
+        *("<turn|>", "<|tool_response>"),  # Gemma 4's
+    )
 )
-"""Control tokens that end an output wherever they are in a vocabulary, as in llama.cpp: one file names a single eos."""
+"""Added tokens that end an output wherever they are in a vocabulary, as in llama.cpp: one file names a single eos."""
 
 _HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
 """In a vocabulary that has both, as gpt-oss's, they end an output, and ``<|end|>`` ends one of its messages."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
-_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED_REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 _GPT2 = frozenset(("gpt-2", "gpt2"))
-_COMPOSED = frozenset(("qwen2", "command-r"))
+_COMPOSED = frozenset(("qwen2", "qwen35", "command-r"))
 """Where characters and their marks become one character first, which llama.cpp leaves out."""
 
 _SINGLE_DIGITS = frozenset(("smollm", "starcoder", "refact", "command-r"))
-_LLAMA3 = frozenset(("llama-bpe", "llama3", "llama-v3"))
+_LLAMA3 = frozenset(("llama-bpe", "llama3", "llama-v3", "lfm2"))
 _SPLITS = {
     **dict.fromkeys(
         (*_LLAMA3, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), rf"{_WORDS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), rf"{_WORDS}|{_LETTERS}|\p{{N}}|{_REST}"),
+    "qwen35": rf"{_WORDS}|{_MARKED}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
     "tekken": rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_REST}",
     "gpt-4o": rf"{_CASED[0]}{_WORDS}?|{_CASED[1]}{_WORDS}?|\p{{N}}{{1,3}}|{_CASED_REST}",
 }
@@ -70,13 +76,13 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     try:
         if kind == "gpt2":
             tokenizer = _byte_level(file, tokens)
-        elif kind == "llama":
+        elif kind in ("llama", "gemma4"):
             tokenizer = _sentencepiece(file, tokens)
         elif kind == "bert":
             tokenizer, tokens = _word_pieces(file, tokens)
         else:
             advice = "serve the model's own directory with its tokenizer.json, or llama.cpp's server behind [[replica]]"
-            raise file.error(_KEY + "model", kind, f"gpt2, llama or bert: {advice}")
+            raise file.error(_KEY + "model", kind, f"gpt2, llama, gemma4 or bert: {advice}")
         _add_special(tokenizer, file, tokens)
         if kind == "bert":
             tokenizer.post_processor = _pairs(file, list(tokens))
@@ -107,7 +113,8 @@ def gguf_end_ids(file: GGUFFile) -> tuple[int, ...]:
     """Tokens that end an output: eos, the end of a turn, and the control tokens known to end one."""
     tokens = file.strings(_KEY + "tokens")
     named = {_role(file, role, len(tokens)) for role in _ENDS} - {None}
-    control = (index for index, kind in enumerate(_kinds(file, len(tokens))) if kind == _CONTROL)
+    kinds = enumerate(_kinds(file, len(tokens)))
+    control = (index for index, kind in kinds if kind in (_CONTROL, _USER_DEFINED))
     texts = _END_TEXTS
     if set(tokens) >= _HARMONY_ENDS:
         texts = (_END_TEXTS | _HARMONY_ENDS) - {"<|end|>"}
@@ -190,10 +197,14 @@ def _pre_tokenizer(file: GGUFFile, pre: str | None) -> pre_tokenizers.PreTokeniz
 
 
 def _sentencepiece(file: GGUFFile, ids: dict[str, int]) -> Tokenizer:
-    """As Llama 2's: spaces are characters, the merge of the best score comes first, bytes stand for what is missing."""
+    """As Llama 2's: spaces are characters, the merge of the best score comes first, bytes stand for what is missing.
+
+    Gemma 4's file lists the merges.
+    """
     unknown = _role(file, "unk", len(ids))
     name = None if unknown is None else list(ids)[unknown]
-    bpe = models.BPE(ids, _merges(file, ids), unk_token=name, fuse_unk=True, byte_fallback=True)
+    listed = [_parted(file, merge) for merge in file.strings(_KEY + "merges")]
+    bpe = models.BPE(ids, listed or _merges(file, ids), unk_token=name, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
     space = file.value(_KEY + "add_space_prefix", bool, True)
     replace = normalizers.Replace(" ", "▁")

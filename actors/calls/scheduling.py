@@ -131,6 +131,10 @@ class SchedulerCalls(ReplicaCalls, Protocol):
     """The Scheduler of a replica of our own engine."""
 
     @message()
+    async def recall(self, asked: Keys) -> Submit:
+        """Gives back those of these attempts that no plan has named yet, with the decisions about each so far."""
+
+    @message()
     async def cached(self) -> CacheReply:
         """Returns the whole prefix cache of the replica's worker."""
 

@@ -30,6 +30,7 @@ from farsight.core.messages.requests import (
     Key,
     Keys,
     LoadSnapshot,
+    Placed,
     Promise,
     Refusal,
     Submit,
@@ -52,18 +53,22 @@ from farsight.policies.fleet.events import (
     KeysUnknown,
     KVCacheChanged,
     PlaceRequests,
+    RecallRequests,
     ReplicaAway,
     ReplicaDraining,
     ReplicaGone,
     ReplicaUp,
     ReportLost,
     RequestsEnded,
+    RequestsReturned,
     RequestsStarted,
     StepsPriced,
+    TimePassed,
 )
 from farsight.policies.fleet.queue_delay import queue_delay_s
 from farsight.policies.fleet.scheduler import FleetMachine
 from farsight.policies.fleet.sessions import SessionTable
+from farsight.policies.moves.recall import LOOK_S
 from farsight.policies.placement.base import PlacementStats
 from farsight.policies.presets import max_running
 from farsight.policies.replica.events import ForecastsArrived, RefuseRequest, RequestsAborted, RequestsArrived
@@ -110,6 +115,7 @@ class _IngressReplica:
     heard_at: float
     row: ComponentStatus | None = None
     late_refusals: list[Refusal] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
     load: IngressLoad = field(default_factory=IngressLoad)
 
 
@@ -134,6 +140,7 @@ class FleetShell(Component, RouterCalls):
         self._ingresses: dict[str, _IngressReplica] = {}
         self._handled_at: float | None = None
         self._notes = PlacementStats()
+        self._before: dict[str, bytes] = {}  # decisions about requests that were given back and are being placed
         self._packer = DecisionPacker()
         self._shown: tuple[float, PlacementView] | None = None
         self._cost: StepCost | None = None
@@ -189,14 +196,12 @@ class FleetShell(Component, RouterCalls):
         ingress = self._hear(announced.ingress_id)
         event = IngressAnnounced(announced.ingress_id, announced.sums, announced.listed, announced.open)
         answers = await self._handle(event)
-        self._sessions.announced(announced.ingress_id, {each.request_id for each in announced.open}, time.monotonic())
         late, ingress.late_refusals = ingress.late_refusals, []
         lost = tuple(answers.lost.get(announced.ingress_id, ()))
         refusals = (*answers.refusals, *late)
         ingress.load = announced.load
         others = total_load(seen.load for name, seen in self._ingresses.items() if name != announced.ingress_id)
-        found = (self._machine.placed(*key) for key in announced.nowhere)
-        placed = tuple(each for each in found if each.replica)
+        placed, ingress.placed = tuple(ingress.placed), []
         asked = tuple(answers.asked)
         return AnnounceReply(lost, refusals, tuple(self._schedulers), placed, others, self._outlook(), asked)
 
@@ -298,11 +303,15 @@ class FleetShell(Component, RouterCalls):
         for instruction in self._decide(event, now):
             match instruction:
                 case PlaceRequests(name, requests):
+                    if not isinstance(event, RequestsArrived) or self._machine.pulls:
+                        self._note_late(requests)
                     calls.append(asyncio.create_task(self._place(name, requests, answers)))
                 case AbortOnReplica(name, keys):
                     calls.append(asyncio.create_task(self._abort_on(name, keys)))
                 case AskReplica(name, keys):
                     calls.append(asyncio.create_task(self._ask(name, keys, answers)))
+                case RecallRequests(name, keys):
+                    self.spawn_aside(self._recall(name, keys))  # what gets lost here is found by the sums
                 case AskCache(name):
                     self.spawn_aside(self._hear_cache(name))  # without an answer the machine asks again
                 case AskIngress(_, parts):
@@ -314,6 +323,12 @@ class FleetShell(Component, RouterCalls):
         if calls:
             await asyncio.gather(*calls)
         return answers
+
+    def _note_late(self, requests: Iterable[Request]) -> None:
+        """Keeps where requests went that had waited, for the answers to their ingress replicas' next announcements."""
+        for request in requests:
+            ingress = self._ingresses.setdefault(request.ingress_id, _IngressReplica(time.monotonic()))
+            ingress.placed.append(self._machine.placed(request.request_id, request.attempt))
 
     async def _place(self, name: str, requests: Iterable[Request], answers: Answers) -> None:
         requests = tuple(requests)
@@ -332,10 +347,9 @@ class FleetShell(Component, RouterCalls):
         self._notes.add(request, choice, placed_at)
         if request.origin is None:
             return b""
-        waited_s = self._machine.waited_s(request.request_id)
-        facts = {**choice.facts(), **self._sessions.told(request.request_id)}
-        facts |= {"waited_s": waited_s} if waited_s else {}
-        return self._packer.pack("placed", placed_at, facts)
+        facts = {**self._machine.told(request.request_id), **self._sessions.told(request.request_id)}
+        packed, before = self._packer.pack("placed", placed_at, facts), self._before.get(request.request_id)
+        return before + on_clock(0.0, packed) if before else packed
 
     async def _explain_on(self, name: str, query: TraceQuery) -> tuple[RequestTrace, ...]:
         told = await self._reach(name, self._scheduler(name).explain(query))
@@ -351,6 +365,19 @@ class FleetShell(Component, RouterCalls):
         unknown = await self._reach(name, self._scheduler(name).unknown(Keys(keys)), answers)
         if unknown is not None and unknown.keys:
             answers.add(await self._handle(KeysUnknown(name, unknown.keys)))
+
+    async def _recall(self, name: str, keys: tuple[Key, ...]) -> None:
+        """Has a replica give back what waits there, and places it anew."""
+        given = await self._reach(name, self._scheduler(name).recall(Keys(keys)))
+        if given is None or not given.requests:
+            return
+        told = dict(zip((request.request_id for request in given.requests), given.placements, strict=True))
+        self._before.update(told)
+        answers = await self._handle(RequestsReturned(name, given.requests))
+        for refusal in answers.refusals:
+            self._refuse_late(refusal)
+        for request in given.requests:
+            self._before.pop(request.request_id, None)
 
     async def _hear_cache(self, name: str) -> None:
         reply = await self._reach(name, self._scheduler(name).cached())
@@ -392,6 +419,7 @@ class FleetShell(Component, RouterCalls):
         counts = initial_counts(self.context.config)
         for turn in itertools.count():
             await self._lose_dead()
+            self._sessions.look(self._machine.is_in_flight, time.monotonic())
             counts = await current_counts(peers, counts)
             await self._learn(peers.length_predictor(turn % counts.length_predictors))
             outlook = self._outlook()
@@ -427,8 +455,19 @@ class Router(FleetShell):
     def __init__(self, context: ComponentContext) -> None:
         config = context.config
         settings = PolicySettings(block_size=config.engine.kv_block_size, placement=config.placement)
-        machine = build_router(config.scheduler.preset, config.scheduler.placement, settings)
+        places = config.engine.max_num_seqs
+        machine = build_router(config.scheduler.preset, config.scheduler.placement, settings, places)
         super().__init__(context, machine, machine.handle)
+
+    async def start(self) -> None:
+        await super().start()
+        if self.context.config.placement.recall:
+            self.spawn(self._look_at_waiting())
+
+    async def _look_at_waiting(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._handle(TimePassed())
 
 
 def _placed(each: RecentPlacement) -> Decision:

@@ -56,8 +56,10 @@ from farsight.policies.replica.events import (
     PromisesMade,
     RefuseRequest,
     RequestEnded,
+    RequestGivenBack,
     RequestsAborted,
     RequestsArrived,
+    RequestsRecalled,
     RequestStarted,
     SendPlan,
     WorkerConnected,
@@ -130,6 +132,7 @@ class Scheduler(Component, SchedulerCalls):
         self._late_refusals: list[Refusal] = []
         self._in_batches = is_batch_mode(config.scheduler.preset)
         self._broken: list[Key] = []
+        self._given_back: list[RequestGivenBack] = []
         self._resting: tuple[Key, ...] = ()
         self._report: StepReport | None = None
         self._feed_due = asyncio.Event()
@@ -179,6 +182,13 @@ class Scheduler(Component, SchedulerCalls):
         batch count as known: the Router hears of them in another message."""
         keys = [key for key in asked.keys if key not in self._broken]
         return Keys(self._machine.unknown(keys) if self._ready is not None else ())
+
+    async def recall(self, asked: Keys) -> Submit:
+        self._late_refusals += self._handle(RequestsRecalled(asked.keys))
+        given, self._given_back = self._given_back, []
+        traces = (None if each.account is None else self._trace(each.account, ended=False) for each in given)
+        decisions = tuple(b"" if each is None else each.decisions for each in traces)
+        return Submit(tuple(each.request for each in given), decisions)
 
     async def cached(self) -> CacheReply:
         if self._ready is None:
@@ -254,6 +264,8 @@ class Scheduler(Component, SchedulerCalls):
                     self._ended.append(finished)
                     self._num_ended += 1
                     self._events_due.set()
+                case RequestGivenBack():
+                    self._given_back.append(instruction)
                 case BatchBroken(keys):
                     self._broken += keys
                     self._news_due.set()

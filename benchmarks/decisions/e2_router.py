@@ -20,7 +20,7 @@ from farsight.core.messages.plans import KVCacheEvent
 from farsight.kvcache.block_manager import hash_blocks
 from farsight.policies.placement.base import ReplicaLoad
 from farsight.policies.placement.e2 import E2Router
-from farsight.policies.placement.e2_profiles import from_step_cost
+from farsight.policies.placement.load_cost import from_step_cost
 
 Arrival = tuple[float, tuple[int, ...], int, int]
 """(arrival in seconds, block hashes, prompt tokens, output tokens)"""

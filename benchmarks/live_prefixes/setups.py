@@ -15,7 +15,6 @@ from farsight.core.config.scheduling import PlacementConfig
 from farsight.estimator.profile_file import DeviceProfile
 from farsight.policies.compose import build_router, build_scheduler
 from farsight.policies.fleet.scheduler import GlobalScheduler
-from farsight.policies.placement.oracle_partition import OraclePartition
 from farsight.policies.presets import find_preset
 from farsight.policies.replica.scheduler import SchedulerLimits
 from farsight.policies.settings import PolicySettings
@@ -31,7 +30,7 @@ from farsight.simulator.traffic.traces import find_data, read_trace
 from farsight.simulator.traffic.workload import SimRequest
 from farsight.simulator.traffic.workloads import retime
 from lab.reproduce.placements import REASONING
-from lab.reproduce.preble.runs import A6000_TOKENS, MISTRAL_7B_A6000
+from lab.reproduce.preble.runs import A6000_TOKENS, MISTRAL_7B_A6000, OraclePartition
 
 BLOCK = 64
 SEATS = 128

@@ -10,7 +10,7 @@ from farsight.core.errors import ConfigError, InvalidValueError, require
 
 TOOL_FORMATS = (
     *("auto", "hermes", "llama3", "mistral", "mistral-args", "granite", "deepseek-v3", "deepseek-v3.1", "harmony"),
-    "pythonic",
+    *("qwen3-coder", "glm4.5", "gemma4", "lfm2", "pythonic"),
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -115,6 +115,9 @@ class EngineConfig:
         host_kv_memory: Memory of the host pool that sequences can be offloaded to, as for ``kv_memory``; ``0`` is none.
             ``auto`` is as much as the KV pool has, but all replicas together at most a fifth of the machine's available
             memory, where the KV policy moves KV to the host, and none where it does not.
+        state_memory: Memory for the states of cached prefixes, as for ``kv_memory``, of a model that has states beside
+            keys and values: without its state, a prefix is computed again. ``0`` keeps none; ``auto`` takes at most a
+            fifth of the machine's available memory.
         block_size: Tokens in a KV block; 0 is 64 on a GPU, whose kernels take multiples of that, and 32 elsewhere.
         prefix_cache: Sequences that begin with the same tokens share the KV of their full blocks. Blocks of ended
             sequences stay cached until their memory is needed.
@@ -160,6 +163,7 @@ class EngineConfig:
     device: str = "cpu"
     kv_memory: str = "auto"
     host_kv_memory: str = "auto"
+    state_memory: str = "auto"
     block_size: int = 0
     prefix_cache: bool = True
     max_num_seqs: int = 128
@@ -183,6 +187,7 @@ class EngineConfig:
         require(self.max_num_seqs >= 1, "engine.max_num_seqs", self.max_num_seqs, "an integer >= 1")
         self.kv_bytes()
         self.host_kv_bytes()
+        self.state_bytes()
         for name in ("block_size", "max_batch_tokens", "max_model_len", "num_threads"):
             value = getattr(self, name)
             require(value >= 0, f"engine.{name}", value, "an integer >= 0")
@@ -245,10 +250,17 @@ class EngineConfig:
 
     def host_kv_bytes(self) -> int | None:
         """Returns ``host_kv_memory`` in bytes; 0 for none, None for ``auto``."""
-        text = self.host_kv_memory
+        return self._bytes_or_none("host_kv_memory")
+
+    def state_bytes(self) -> int | None:
+        """Returns ``state_memory`` in bytes; 0 for none, None for ``auto``."""
+        return self._bytes_or_none("state_memory")
+
+    def _bytes_or_none(self, name: str) -> int | None:
+        text = getattr(self, name)
         if text in ("0", "auto"):
             return 0 if text == "0" else None
-        return _parse_memory("engine.host_kv_memory", text, "auto, or 0 for none")
+        return _parse_memory(f"engine.{name}", text, "auto, or 0 for none")
 
     def disk_bytes(self, name: str) -> int:
         """Returns a setting of the folder ``disk_kv`` in bytes; 0 for ``0``."""

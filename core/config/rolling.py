@@ -28,7 +28,7 @@ ROLLING: Mapping[str, tuple[str, ...]] = {
     ),
     "placement": (
         *("window_s", "rebalance", "rebalance_ratio", "rebalance_after", "autoscale", "balance", "imbalance_ratio"),
-        *("balanced_ratio", "initial_output_len", "max_tree_mib"),
+        *("balanced_ratio", "initial_output_len", "max_tree_mib", "recall"),
     ),
     "batch": (
         *("wma_threshold", "knn_neighbours", "num_bins", "max_wait_s", "forecast_wait_s", "reload_s"),

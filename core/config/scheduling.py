@@ -183,7 +183,7 @@ class BatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class PlacementConfig:
-    """Which parts of E2 are on, where the placement is ``e2`` (Preble, section 4.2).
+    """Which parts of E2 are on, where the placement is ``e2`` (Preble, section 4.2), and what is placed twice.
 
     Attributes:
         window_s: H, seconds over which load, sharing and queueing are counted.
@@ -197,6 +197,7 @@ class PlacementConfig:
         initial_output_len: Output length in tokens that is assumed on replicas where no request ended in the window.
         max_tree_mib: MiB of the prefix tree, which ``e2-forecast`` has as well; beyond it, the Router forgets the least
             recently used prefixes.
+        recall: Under any placement: place requests anew that wait on one replica and could run at once on another.
     """
 
     window_s: float = 180.0
@@ -209,6 +210,7 @@ class PlacementConfig:
     balanced_ratio: float = 0.5
     initial_output_len: float = 200.0
     max_tree_mib: int = 256
+    recall: bool = False
 
     @property
     def max_tree_bytes(self) -> int:

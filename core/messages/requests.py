@@ -109,7 +109,6 @@ class Announce:
         sums: The sums of all open streams that were sent, as ``KeySums`` packs them.
         listed: The parts of them that the Router asked for.
         open: All open streams of these parts, so that a new Router knows them.
-        nowhere: Open streams that are on no replica, as far as the ingress knows.
         load: Requests in flight there, also the ones not sent yet.
     """
 
@@ -117,7 +116,6 @@ class Announce:
     sums: bytes
     listed: tuple[int, ...] = ()
     open: tuple[OpenRequest, ...] = ()
-    nowhere: tuple[Key, ...] = ()
     load: IngressLoad = IngressLoad()
 
 
@@ -129,7 +127,7 @@ class AnnounceReply:
         lost: Attempts that no worker runs any more; the ingress resumes them.
         refusals: Attempts that will never run.
         replicas: Every replica whose tokens may be for this ingress.
-        placed: Attempts that no longer wait, as far as the ingress did not know.
+        placed: Attempts that were placed since the last reply, but by the answer to their ``Submit``.
         others: Requests in flight at all other ingress replicas.
         outlook: The load from which the queue delay is predicted.
         asked: Parts in which the Router knows other streams; the next announcement lists theirs.

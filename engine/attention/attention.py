@@ -8,7 +8,7 @@ kernel needs beside the activations is made once a step (``begin_step``), not on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -91,6 +91,7 @@ class StepLayout:
         sample_rows: int64 ``[R]``: rows whose logits are wanted.
         given: Rows with embeddings of their own; None without.
         state_rows: By item, the row of its state (``engine.kv_pool.StatePool``); None without states.
+        state_keeps: ``StatePool.keeps_of`` the items.
     """
 
     token_ids: Tensor
@@ -102,6 +103,7 @@ class StepLayout:
     prefill: PrefillPart | None
     given: GivenTensors | None = None
     state_rows: list[int] | None = None
+    state_keeps: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def num_decode(self) -> int:

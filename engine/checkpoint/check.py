@@ -46,8 +46,10 @@ def gguf_checkpoint(file: GGUFFile, config: DecoderConfig) -> dict[str, GGUFTens
 
 
 def _with_dimension(tensor: GGUFTensor, shape: Shape | None) -> GGUFTensor:
-    """A matrix of one row may be stored as a vector."""
-    return replace(tensor, shape=shape) if shape == (1, *tensor.shape) else tensor
+    """A matrix of one row may be stored as a vector, and a convolution of channels by themselves as a matrix."""
+    if shape is None or [size for size in shape if size > 1] != [size for size in tensor.shape if size > 1]:
+        return tensor
+    return replace(tensor, shape=shape)
 
 
 def safetensors_checkpoint(model_dir: Path, config: DecoderConfig) -> dict[str, StoredMatrix]:

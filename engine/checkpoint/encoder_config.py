@@ -14,7 +14,7 @@ from farsight.engine.checkpoint.config_fields import CheckpointError, Fields, Sh
 from farsight.engine.checkpoint.families.encoder import ENCODERS, EncoderArchitecture
 from farsight.engine.checkpoint.families.record import ACTIVATIONS
 from farsight.engine.checkpoint.gguf_encoder import GGUF_ENCODERS, gguf_encoder_config, gguf_encoder_tensors
-from farsight.engine.checkpoint.model_config import MAX_LAYERS, load_model_config
+from farsight.engine.checkpoint.model_config import MAX_LAYERS, DecoderConfig, load_model_config
 from farsight.engine.checkpoint.rotary_config import RotaryConfig
 from farsight.engine.checkpoint.stored import FLOATS, StoredTensor, stored_tensors
 from farsight.tokenization.gguf_file import gguf_architecture, is_gguf, read_gguf
@@ -53,11 +53,13 @@ class SentenceConfig:
     Attributes:
         dense: Layers after pooling, in their order.
         normalizes: Whether the result is brought to length 1.
+        score_ids: As in ``Abilities``.
     """
 
     pooling: str
     dense: tuple[DenseConfig, ...] = ()
     normalizes: bool = True
+    score_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +166,32 @@ def abilities_of(model_dir: Path) -> Abilities:
     except InvalidValueError:
         return Abilities()
     sentence = read_sentence(model_dir, decoder.hidden_size, "last")
+    if sentence.score_ids:
+        return _reranker(model_dir, decoder, sentence.score_ids)
     if sentence.dense:
         raise UnsupportedModelError("modules.json", "Dense", "no further layers behind the embeddings of a decoder")
     if sentence.pooling == "cls":
         raise UnsupportedModelError("pooling_mode_cls_token", True, "the last token, or the mean, of a decoder")
     return Abilities(pooling=sentence.pooling, dim=decoder.hidden_size, normalizes=sentence.normalizes)
+
+
+def _reranker(model_dir: Path, config: DecoderConfig, score_ids: tuple[int, ...]) -> Abilities:
+    """A decoder that scores two texts by the logits of words such as yes and no, as Qwen3-Reranker does."""
+    if max(score_ids) >= config.vocab_size or min(score_ids) < 0:
+        expected = f"token ids below the vocabulary's size, {config.vocab_size}"
+        raise CheckpointError("LogitScore", list(score_ids), expected)
+    raw = read_json(model_dir, "config_sentence_transformers.json") or {}
+    prompts, name = raw.get("prompts"), raw.get("default_prompt_name")
+    told = prompts.get(name) if isinstance(prompts, dict) else None
+    given = (read_json(model_dir, "sentence_bert_config.json") or {}).get("processing_kwargs")
+    chat = given.get("chat_template") if isinstance(given, dict) else None
+    return Abilities(
+        num_labels=1,
+        squashes=_squashes({"sentence_transformers": raw}),
+        score_ids=score_ids,
+        instruction=told if isinstance(told, str) else "",
+        begins_turn=isinstance(chat, dict) and chat.get("add_generation_prompt") is True,
+    )
 
 
 def read_sentence(model_dir: Path, hidden_size: int, default: str) -> SentenceConfig:
@@ -185,6 +208,7 @@ def read_sentence(model_dir: Path, hidden_size: int, default: str) -> SentenceCo
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise UnsupportedModelError("modules.json", modules, "a list of modules")
     pooling, normalizes, dense = default, False, []
+    scores: tuple[int, ...] = ()
     width = hidden_size
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
@@ -193,12 +217,18 @@ def read_sentence(model_dir: Path, hidden_size: int, default: str) -> SentenceCo
             pooling = _pooling(read_json(model_dir, f"{folder}/config.json") or {}, default)
         elif kind == "Normalize":
             normalizes = True
+        elif kind == "LogitScore":
+            told = read_json(model_dir, f"{folder}/config.json") or {}
+            scores = tuple(told[key] for key in ("true_token_id", "false_token_id") if told.get(key) is not None)
+            if not scores or not all(type(each) is int for each in scores):
+                raise UnsupportedModelError(f"{folder}/config.json", told, "true_token_id, an integer")
         elif kind == "Dense":
             dense.append(_dense(folder, read_json(model_dir, f"{folder}/config.json") or {}, width))
             width = dense[-1].outputs
         elif kind != "Transformer":
-            raise UnsupportedModelError("modules.json", module.get("type"), "Transformer, Pooling, Dense or Normalize")
-    return SentenceConfig(pooling, tuple(dense), normalizes)
+            expected = "Transformer, Pooling, Dense, Normalize or LogitScore"
+            raise UnsupportedModelError("modules.json", module.get("type"), expected)
+    return SentenceConfig(pooling, tuple(dense), normalizes, scores)
 
 
 def _folder(module: Mapping[str, Any]) -> str:

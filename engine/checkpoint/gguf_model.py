@@ -20,11 +20,13 @@ _ELSEWHERE = "serve it with llama.cpp behind [[replica]]"
 _FAMILY_ELSEWHERE = f"take the model's safetensors directory, whose families are more, or {_ELSEWHERE}"
 _EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
 _WINDOW = "attention.sliding_window"
+_QUERIES = "attention.temperature_scale"
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _PLAIN_YARN = {
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
+    _LOG_MULTIPLIER: 0.0,
 }
 
 
@@ -41,7 +43,8 @@ def gguf_family(file: GGUFFile) -> GGUFFamily:
         raise UnsupportedModelError("general.architecture", name, known)
     family = GGUF_FAMILIES[name]
     for key, other in family.others.items():
-        if file.value(f"{name}.{key}", int, 0):
+        value = file.metadata.get(f"{name}.{key}", 0)
+        if isinstance(value, int | float) and value > 0:
             family = other
     return family
 
@@ -59,18 +62,25 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     _check_only(keys, family)
     heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
     embedding = _tensor(file, "token_embd.weight")
-    head_dim, num_layers = keys.size("attention.key_length", hidden // heads), keys.size("block_count")
+    head_dim = keys.size("attention.key_length", hidden // heads)
+    num_layers = keys.size("block_count") - keys.size("nextn_predict_layers", 0)  # those guess further tokens
+    if num_layers > len(file.tensors):  # before anything is made of each layer
+        raise keys.error("block_count", f"at most the file's {len(file.tensors)} tensors")
     if keys.size("attention.value_length", head_dim) != head_dim:
         raise keys.error("attention.value_length", f"the key_length, {head_dim}")
-    biased = _has(file, "attn_q.bias")
+    biased = any(keys.has(f"blk.{i}.attn_q.bias") for i in range(num_layers))
     raw: dict[str, Any] = {
         "architectures": [family.architecture],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": keys.size("feed_forward_length"),
+        "intermediate_size": keys.sizes(
+            "feed_forward_length",
+            num_layers,
+            None if record.experts is None else record.defaults.get("intermediate_size"),
+        )[0],
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.size("attention.head_count_kv", heads),
+        "num_key_value_heads": max(1, *keys.sizes("attention.head_count_kv", num_layers, heads)),
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
         record.spelled.get("norm_eps", "rms_norm_eps"): keys.number(_EPS[record.norm]),
@@ -86,6 +96,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     raw |= {field: keys.number(key) for field, key in family.numbers.items()}
     raw |= {field: keys.number(key) for field, key in family.optional.items() if keys.given(key)}
     raw |= family.fixed
+    if family.derived is not None:
+        raw |= family.derived(keys, num_layers)
     if "query_pre_attn_scalar" in record.defaults:
         raw["query_pre_attn_scalar"] = hidden // heads if num_layers == family.scaled_by_width else head_dim
     if "moe_intermediate_size" in family.sizes:
@@ -165,6 +177,23 @@ class GGUFKeys:
             return None
         return [bool(each) for each in self.file.numbers(f"{self.name}.{key}", length, 0)]
 
+    def flag(self, key: str, default: bool) -> bool:
+        found: bool = self.file.value(f"{self.name}.{key}", bool, default)
+        return found
+
+    def sizes(self, key: str, length: int, default: int | None = None) -> list[int]:
+        """Returns an array of integers by layer, or the only one that stands in its place, alone."""
+        if not isinstance(self.file.metadata.get(f"{self.name}.{key}"), np.ndarray):
+            return [self.size(key, default)]
+        return list(map(int, self.file.numbers(f"{self.name}.{key}", length, 0)))
+
+    def factors(self) -> tuple[float, ...] | None:
+        """Returns what each frequency is divided by; None if the file does not say."""
+        return rope_factors(self.file)
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.file.tensors
+
     def text(self, key: str) -> str | None:
         found: str | None = self.file.value(f"{self.name}.{key}", str)
         return found
@@ -195,8 +224,13 @@ def _rope(keys: GGUFKeys, head_dim: int, family: GGUFFamily) -> dict[str, Any]:
 
 
 def _yarn(keys: GGUFKeys, factor: float, *, truncates: bool) -> dict[str, Any]:
-    keys.require(_PLAIN_YARN)
-    return {
+    scales_queries = keys.given(_QUERIES)
+    keys.require({key: value for key, value in _PLAIN_YARN.items() if key != _LOG_MULTIPLIER or not scales_queries})
+    own: dict[str, Any] = {}
+    if scales_queries:
+        scale = keys.number(_LOG_MULTIPLIER, 1.0)
+        own = {"llama_4_scaling_beta": keys.number(_QUERIES), "mscale": scale, "mscale_all_dim": scale}
+    return own | {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": keys.size("rope.scaling.original_context_length"),

@@ -137,6 +137,11 @@ class DecoderConfig:
         """Values of a sequence's states in all layers, each of 4 bytes; 0 for a model of attention alone."""
         return sum(mixer.state_size for _, mixer in self.mixers)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's states in all layers."""
+        return 4 * self.state_size
+
     def mixture(self, layer: int) -> Experts | None:
         """The experts of a layer; None where it has a plain MLP."""
         return self.experts if self.experts is not None and self.experts.layers[layer] else None
@@ -216,7 +221,7 @@ def config_of(file: GGUFFile) -> DecoderConfig:
     config = replace(config, names=family.names)
     if config.blocks.norm_offset is not None:  # the file has the sums
         config = replace(config, blocks=replace(config.blocks, norm_offset=0.0))
-    factors = rope_factors(file)
+    factors = None if family.proportional else rope_factors(file)
     if factors is None or config.rotary is None:
         return config
     taken = config.rotary.scaling is not None or config.rotaries is not None

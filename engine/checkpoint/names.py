@@ -126,21 +126,22 @@ def mixer_parts(config: DecoderConfig, mixer: Mixer) -> tuple[list[str], list[in
         outputs = [sum(outputs)]
     elif len(names.mixer_in) == 2:  # Qwen3-Next: all but the strengths and decays lie together
         outputs = [outputs[0] + outputs[1], outputs[2] + outputs[3]]
-    return [f"{names.mixer}.{name}" for name in names.mixer_in], outputs
+    return [names.of_mixer(name) for name in names.mixer_in], outputs
 
 
 def _mixer_shapes(config: DecoderConfig, mixer: Mixer) -> Iterator[tuple[str, Shape]]:
     names, hidden, bias = config.names, config.hidden_size, not isinstance(mixer, DeltaNet) and mixer.bias
     parts, sizes = mixer_parts(config, mixer)
     yield from _linear(parts, sizes, hidden, config, bias=bias)
-    yield from _linear([f"{names.mixer}.{names.mixer_out}"], [hidden], mixer.mixed, config, bias=bias)
-    yield f"{names.mixer}.{names.mixer_conv}.weight", (mixer.convolved, 1, mixer.length)
+    yield from _linear([names.of_mixer(names.mixer_out)], [hidden], mixer.mixed, config, bias=bias)
+    conv = names.of_mixer(names.mixer_conv)
+    yield f"{conv}.weight", (mixer.convolved, 1, mixer.length)
     if bias:
-        yield f"{names.mixer}.{names.mixer_conv}.bias", (mixer.convolved,)
+        yield f"{conv}.bias", (mixer.convolved,)
     if isinstance(mixer, DeltaNet):
-        yield f"{names.mixer}.A_log", (mixer.value_heads,)
-        yield f"{names.mixer}.dt_bias", (mixer.value_heads,)
-        yield f"{names.mixer}.norm.weight", (mixer.value,)
+        yield names.of_mixer(names.rates), (mixer.value_heads,)
+        yield names.of_mixer(names.steps), (mixer.value_heads,)
+        yield names.of_mixer(names.mixer_norm), (mixer.value,)
 
 
 def _mixture_shapes(config: DecoderConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:

@@ -234,7 +234,7 @@ class Allocation:
             experts=None if experts is None else self._experts(prefix, experts),
             sinks=self.tensor(prefix + names.sinks, config.num_attention_heads) if blocks.sinks else None,
             latent=None if config.latent is None else self._latent(prefix, config.latent),
-            mixer=None if mixer is None else self._mixer(prefix + names.mixer, mixer),
+            mixer=None if mixer is None else self._mixer(prefix, mixer),
             inputs=self._inputs(prefix, blocks.layer_inputs) if blocks.layer_inputs else None,
             scale=self.tensor(prefix + names.layer_scale, 1) if blocks.layer_scale else None,
         )
@@ -254,20 +254,20 @@ class Allocation:
         parts, sizes = mixer_parts(self._config, mixer)
         order = delta_order(mixer) if names.mixer_grouped and isinstance(mixer, DeltaNet) else None
         first = self._linear(prefix, parts, sizes, hidden, bias=bias, order=order)
-        return first, self._linear(prefix, [f"{names.mixer}.{names.mixer_out}"], [hidden], mixer.mixed, bias=bias)
+        return first, self._linear(prefix, [names.of_mixer(names.mixer_out)], [hidden], mixer.mixed, bias=bias)
 
     def _mixer(self, prefix: str, mixer: Mixer) -> MixerWeights:
-        channels, conv = mixer.convolved, f"{prefix}.{self.names.mixer_conv}"
+        names, channels = self.names, mixer.convolved
+        conv = prefix + names.of_mixer(names.mixer_conv)
         stored, taps = self._exact(f"{conv}.weight", channels, 1, mixer.length), torch.empty(mixer.length, channels)
         self._finish.append(lambda: taps.copy_(stored[:, 0].t()))
         if not isinstance(mixer, DeltaNet):
             return MixerWeights(taps, self._exact(f"{conv}.bias", channels) if mixer.bias else None)
-        rates = self._exact(f"{prefix}.A_log", mixer.value_heads)
-        self._finish.append(lambda: rates.exp_().neg_())
-        steps, norm = (
-            self._exact(f"{prefix}.dt_bias", mixer.value_heads),
-            self._exact(f"{prefix}.norm.weight", mixer.value),
-        )
+        rates = self._exact(prefix + names.of_mixer(names.rates), mixer.value_heads)
+        if not names.rates_ready:
+            self._finish.append(lambda: rates.exp_().neg_())
+        steps = self._exact(prefix + names.of_mixer(names.steps), mixer.value_heads)
+        norm = self._exact(prefix + names.of_mixer(names.mixer_norm), mixer.value)
         return MixerWeights(taps, None, rates, steps, norm)
 
     def _exact(self, name: str, *shape: int) -> Tensor:

@@ -70,9 +70,8 @@ def load_device(
     context_len = resolve_max_model_len(config, engine.max_model_len)
     auto_bytes = int(AUTO_SHARE / num_replicas * available_bytes())
     num_states = _num_states(config, engine, auto_bytes)
-    num_blocks = num_pool_blocks(
-        engine, token_bytes, context_len, auto_bytes - num_states * STATE_BYTES * config.state_size
-    )
+    num_blocks = num_pool_blocks(engine, token_bytes, context_len, auto_bytes - num_states * config.state_bytes)
+    num_checkpoints = _num_checkpoints(config, engine, auto_bytes, num_blocks)
     num_swapped = num_blocks if swaps and not num_states else 0
     num_host_blocks = num_host_pool_blocks(engine, token_bytes, num_swapped, auto_bytes)
     runner = ModelRunner.from_dir(
@@ -89,13 +88,15 @@ def load_device(
         kv_dtype=engine.kv_dtype,
         progress=progress,
         num_states=num_states,
+        num_checkpoints=num_checkpoints,
     )
     copier = make_copier(config, runner.pool, num_host_blocks, on_gpu=False)
     exact = isinstance(runner.backend, NativeBackend)
-    return Device(runner, context_len, token_bytes, num_blocks, num_host_blocks, copier, exact, num_states)
+    return Device(
+        runner, context_len, token_bytes, num_blocks, num_host_blocks, copier, exact, num_states, num_checkpoints
+    )
 
 
-STATE_BYTES = 4
 PAUSED_STATES = 2
 """Sequences that may have a state, for each that may be in a step: the others are paused."""
 
@@ -113,12 +114,28 @@ def _num_states(config: DecoderConfig, engine: EngineConfig, auto_bytes: int) ->
             f"auto or 0: states of {config.architecture} stay on the device, and paused sequences are computed again"
         )
         raise ConfigError("engine.host_kv_memory", engine.host_kv_memory, expected)
-    each = STATE_BYTES * config.state_size
+    each = config.state_bytes
     found = min(PAUSED_STATES * engine.max_num_seqs, auto_bytes // 2 // each)
     if found < 1:
         raise ConfigError("model", config.architecture, f"a machine with room for a state of {each} bytes a sequence")
-    logger.info("room for the states of %d sequences, of %.1f MiB each; no prefix is cached", found, each / (1 << 20))
+    logger.info("room for the states of %d sequences, of %.1f MiB each", found, each / (1 << 20))
     return found
+
+
+def _num_checkpoints(config: DecoderConfig, engine: EngineConfig, auto_bytes: int, num_blocks: int) -> int:
+    """Returns how many states of cached prefixes are kept: by ``auto``, at most one for each block.
+
+    Raises:
+        ConfigError: Memory is asked for that holds not even one.
+    """
+    if not config.state_size or not engine.prefix_cache:
+        return 0
+    each, asked = config.state_bytes, engine.state_bytes()
+    if asked is None:
+        return min(num_blocks, auto_bytes // each)
+    if asked and asked < each:
+        raise ConfigError("engine.state_memory", engine.state_memory, f"auto, 0, or room for a state of {each} bytes")
+    return asked // each
 
 
 def load_gpu_device(

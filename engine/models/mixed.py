@@ -122,25 +122,33 @@ class MixedLayers(DecoderLayers):
         """Returns the inputs of the layer's last matrix, ``[T, mixed]``, and brings the states forward."""
         rows, of_layer = made.float(), states.of_layer(layer)
         out = torch.empty(len(rows), mixer.mixed)
-        for first, count, row in spans:
+        for first, count, row, kept in spans:
             state = of_layer[row]
             out[first : first + count] = _one_sequence(
                 rows[first : first + count], mixer, weights, state, self.config.norm_eps
             )
+            if kept is not None:
+                of_layer[kept] = state
         return out.to(made.dtype)
 
 
-Span = tuple[int, int, int]
-"""First row of an item in its step, its number of rows, and the row of its state."""
+Span = tuple[int, int, int, int | None]
+"""First row of a step, number of rows, the row of their state, and that in which it is kept behind them."""
 
 
 def spans_of(layout: StepLayout) -> list[Span]:
-    """Returns the rows of each item of a step."""
+    """Returns the rows of each item of a step, cut where its state is kept."""
     assert layout.state_rows is not None, "a model with states has rows for them"
     counts = [1] * layout.num_decode + list(() if layout.prefill is None else layout.prefill.chunk_lens)
-    found, first = [], 0
-    for count, row in zip(counts, layout.state_rows, strict=True):
-        found.append((first, count, row))
+    found: list[Span] = []
+    first = 0
+    for i, (count, row) in enumerate(zip(counts, layout.state_rows, strict=True)):
+        done = 0
+        for _, read, kept in (each for each in layout.state_keeps if each[0] == i):
+            found.append((first + done, read - done, row, kept))
+            done = read
+        if done < count:
+            found.append((first + done, count - done, row, None))
         first += count
     return found
 
@@ -189,7 +197,8 @@ def _delta(
     keys = mixer.key_heads * mixer.key
     query, key, value = torch.split(ready, [keys, keys, mixer.mixed], 1)
     shared = mixer.value_heads // mixer.key_heads
-    query, key = (_unit(each.view(len(ready), -1, mixer.key)).repeat_interleave(shared, 1) for each in (query, key))
+    heads = (_unit(each.view(len(ready), -1, mixer.key)) for each in (query, key))
+    query, key = (each.repeat(1, shared, 1) if mixer.tiled else each.repeat_interleave(shared, 1) for each in heads)
     query, value = query * mixer.key**-0.5, value.view(len(ready), -1, mixer.value)
     assert weights.rates is not None and weights.steps is not None, "the delta rule has rates"
     kept = (weights.rates * F.softplus(decay + weights.steps)).exp()

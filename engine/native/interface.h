@@ -84,6 +84,7 @@ enum { kAttention = 0, kShortConvolution = 1, kDelta = 2 };
 struct FsMixer {
   int32_t kind, length, convolved, mixed;
   int32_t key_heads, value_heads, key, value;
+  int32_t tiled;      // value head i shares the key head i modulo their number, not i over the share of each
   const float* taps;  // [length, convolved]
   const float* bias;  // [convolved], or none
   const float *rates, *steps, *norm;
@@ -133,6 +134,8 @@ struct FsStep {
   const int32_t* tables;       // [items, width]
   int32_t width;
   const int32_t* state_rows;   // [items], or none
+  const int32_t* state_keeps;  // [keeps, 3], ascending: item, its rows behind which its state is kept, in which row
+  int32_t num_keeps;
   const int64_t* sample_rows;  // ascending
   float* logits;               // [samples, vocab]
   int64_t* best;               // [samples]

@@ -73,6 +73,7 @@ class NativeStep:
         sample_rows: int64 ``[R]``, ascending.
         given: Rows whose embeddings are not those of their tokens; None without.
         state_rows: int32 ``[items]``: rows of their states; None without states.
+        state_keeps: int32 ``[keeps, 3]``, ascending: item, tokens of it behind which its state is kept, in which row.
     """
 
     rows: np.ndarray
@@ -81,6 +82,7 @@ class NativeStep:
     sample_rows: np.ndarray
     given: GivenRows | None = None
     state_rows: np.ndarray | None = None
+    state_keeps: np.ndarray | None = None
 
 
 def build_native_step(
@@ -246,7 +248,8 @@ class NativeModel:
             num_samples,
             *(_address(array) for array in (token_ids, positions, slot_ids, step.lengths, step.tables)),
             step.tables.shape[1],
-            None if step.state_rows is None else _address(step.state_rows),
+            *(None if each is None else _address(each) for each in (step.state_rows, step.state_keeps)),
+            0 if step.state_keeps is None else len(step.state_keeps),
             _address(step.sample_rows),
             self._logits.data_ptr(),
             _address(self._best),
@@ -362,9 +365,9 @@ class NativeModel:
     def _mixer(self, weights: MixerWeights, config: DecoderConfig, pool: KVPool, index: int) -> _Mixer:
         mixer, states = config.shape(index).mixer, pool.states
         assert mixer is not None and states is not None, "weights are of the configuration"
-        delta = (
-            (mixer.key_heads, mixer.value_heads, mixer.key, mixer.value) if isinstance(mixer, DeltaNet) else (0,) * 4
-        )
+        delta = (0,) * 5
+        if isinstance(mixer, DeltaNet):
+            delta = mixer.key_heads, mixer.value_heads, mixer.key, mixer.value, int(mixer.tiled)
         held = (weights.taps, weights.bias, weights.rates, weights.steps, weights.norm)
         kind = 2 if isinstance(mixer, DeltaNet) else 1  # as in interface.h
         sizes = kind, mixer.length, mixer.convolved, mixer.mixed
@@ -493,5 +496,10 @@ class NativeBackend:
         if self._states is None:
             return self.model.forward(step, hidden, self.cut_off_at_s, middle)
         with self._states.step(items, sequences, may_be_cut_off=self.cut_off_at_s < math.inf) as rows:
-            step = dataclasses.replace(step, state_rows=np.array(rows, dtype=np.int32))
+            keeps = self._states.keeps_of(items)
+            step = dataclasses.replace(
+                step,
+                state_rows=np.array(rows, dtype=np.int32),
+                state_keeps=np.array(keeps, dtype=np.int32) if keeps else None,
+            )
             return self.model.forward(step, hidden, self.cut_off_at_s, middle)

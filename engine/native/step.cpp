@@ -229,10 +229,12 @@ void attend_items(Model& m, const Layer& layer, const std::vector<Item>& items, 
 void mix(Model& m, const Layer& layer, const FsStep& s, const std::vector<Item>& sequences, int rows) {
   const FsMixer& mixer = layer.mixer;
   apply(m.team, *layer.qkv, m.packed.data(), s.num_rows, m.wide.data(), false);
-  std::vector<float*> states(sequences.size());
-  for (size_t i = 0; i < states.size(); ++i)
-    states[i] = m.config.states + size_t(s.state_rows[i]) * m.config.state_size + mixer.first;
-  mix_rows(m.team, mixer, sequences, states.data(), m.wide.data(), layer.qkv->n, m.config.norm_eps, m.attended.data());
+  const auto state_in = [&](int row) { return m.config.states + size_t(row) * m.config.state_size + mixer.first; };
+  std::vector<StateRows> states(sequences.size());
+  for (size_t i = 0; i < states.size(); ++i) states[i].state = state_in(s.state_rows[i]);
+  for (const int32_t* keep = s.state_keeps; keep < s.state_keeps + 3 * s.num_keeps; keep += 3)
+    states[keep[0]].keeps.push_back({keep[1], state_in(keep[2])});
+  mix_rows(m.team, mixer, sequences, states, m.wide.data(), layer.qkv->n, m.config.norm_eps, m.attended.data());
   const bool all = rows == s.num_rows;
   m.team.share_ranges(rows, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {

@@ -56,7 +56,7 @@ class _Experts(Structure):
 class _Mixer(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kind", "length", "convolved", "mixed")),
-        *((name, c_int32) for name in ("key_heads", "value_heads", "key", "value")),
+        *((name, c_int32) for name in ("key_heads", "value_heads", "key", "value", "tiled")),
         *((name, c_void_p) for name in ("taps", "bias", "rates", "steps", "norm")),
         ("first", c_int64),
     )
@@ -107,7 +107,8 @@ class _Step(Structure):
         *((name, c_int32) for name in ("num_rows", "num_items", "num_samples")),
         *((name, c_void_p) for name in ("token_ids", "positions", "slot_ids", "lengths", "tables")),
         ("width", c_int32),
-        ("state_rows", c_void_p),
+        *((name, c_void_p) for name in ("state_rows", "state_keeps")),
+        ("num_keeps", c_int32),
         *((name, c_void_p) for name in ("sample_rows", "logits", "best", "hidden", "middle")),
         *((name, c_void_p) for name in ("given_of", "given", "given_cos", "given_sin")),
         ("cut_off_at_s", c_double),

@@ -149,6 +149,28 @@ def prompt_states(
 
 
 @torch.inference_mode()
+def score_rows(
+    logits: Tensor,
+    places: Mapping[int, int],
+    found: list[RowsToPool],
+    batch: StepBatch,
+    sequences: Mapping[str, Sequence],
+) -> dict[int, PooledRows]:
+    """Returns the scores of items that ask for one, by index of the item: of two tokens the difference of the logits.
+
+    Args:
+        logits, places: As ``pool_rows`` takes hidden states.
+    """
+    scores = {}
+    for part in found:
+        sampling = sequences[batch.items[part.item].request_id].sampling
+        if sampling.pooling == "score":
+            of_tokens = logits[places[part.row]][list(sampling.allowed_token_ids)]
+            scores[part.item] = PooledRows(1, (of_tokens[:1] - of_tokens[1:].sum()).cpu().numpy())
+    return scores
+
+
+@torch.inference_mode()
 def pool_rows(hidden: Tensor, places: Mapping[int, int], found: list[RowsToPool]) -> dict[int, PooledRows]:
     """Sums hidden states, by index of the item.
 

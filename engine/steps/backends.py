@@ -150,7 +150,8 @@ class TorchBackend:
             return self._forward(layout, with_hidden=with_hidden)
         items = [batch.items[i] for i in order]
         with states.step(items, sequences, may_be_cut_off=self.cut_off_at_s < math.inf) as rows:
-            return self._forward(dataclasses.replace(layout, state_rows=rows), with_hidden=with_hidden)
+            layout = dataclasses.replace(layout, state_rows=rows, state_keeps=states.keeps_of(items))
+            return self._forward(layout, with_hidden=with_hidden)
 
     @torch.inference_mode()
     def run_ready(self, inputs: DecodeInputs) -> StepLogits:

@@ -29,6 +29,7 @@ from farsight.engine.sampling.step_rows import (
     pool_rows,
     prompt_states,
     sampled_rows,
+    score_rows,
     tokens_that_stand,
 )
 from farsight.engine.sampling.token_masks import MaskedRows, begin_masks
@@ -125,6 +126,7 @@ class ModelRunner(Runner):
         kv_dtype: str = "auto",
         progress: Progress | None = None,
         num_states: int = 0,
+        num_checkpoints: int = 0,
     ) -> ModelRunner:
         """Loads the checkpoint in ``model_dir``, with a pool of ``num_blocks`` blocks.
 
@@ -138,7 +140,7 @@ class ModelRunner(Runner):
             num_threads: As in ``make_backend``.
             kv_dtype: As ``engine.kv_dtype``.
             progress: As in ``load_weights``.
-            num_states: As in ``KVPool``.
+            num_states, num_checkpoints: As in ``KVPool``.
 
         Raises:
             InvalidValueError: The checkpoint cannot be used; names the reason.
@@ -149,7 +151,14 @@ class ModelRunner(Runner):
         if bits:
             weights = quantize_weights(weights, bits)
         kind = pool_dtype(kv_dtype, dtype)
-        pool = KVPool(config, num_blocks=num_blocks, block_size=block_size, dtype=kind, num_states=num_states)
+        pool = KVPool(
+            config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=kind,
+            num_states=num_states,
+            num_checkpoints=num_checkpoints,
+        )
         max_model_len = min(resolve_max_model_len(config, context_len), pool.num_slots)
         steps = make_backend(backend, config, weights, pool, max_model_len, num_threads)
         if found and not bits and isinstance(steps, NativeBackend):
@@ -341,6 +350,7 @@ class ModelRunner(Runner):
         if prompts:
             logprobs = self._prompt_logprobs(step.logits[[place[row] for row in more]], prompts, batch, sequences)
         pooled = {} if step.hidden is None else pool_rows(step.hidden, place, pools)
+        pooled |= score_rows(step.logits, place, pools, batch, sequences)
         middle = None if step.middle is None else step.middle[chosen]
         return StepLogits(step.logits[chosen], best, middle=middle), logprobs, pooled
 

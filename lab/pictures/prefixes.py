@@ -14,7 +14,7 @@ from farsight.core.config.scheduling import PlacementConfig
 from farsight.core.costs import StepCost
 from farsight.policies.placement.base import ReplicaLoad
 from farsight.policies.placement.e2 import E2Choice, E2Router
-from farsight.policies.placement.e2_profiles import from_step_cost
+from farsight.policies.placement.load_cost import from_step_cost
 from farsight.policies.placement.prefix_tree import PrefixNode, RadixTree
 
 BLOCK = 64

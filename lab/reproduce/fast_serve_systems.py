@@ -14,14 +14,15 @@ from farsight.policies.compose import build_router, build_scheduler
 from farsight.policies.replica.scheduler import SchedulerLimits
 from farsight.policies.settings import PolicySettings
 from farsight.simulator.cluster.fleet import Fleet, FleetShape
-from farsight.simulator.cluster.latency import LatencyModel, PipelineLatency, Roofline
-from farsight.simulator.cluster.padded import padded_fleet
+from farsight.simulator.cluster.latency import LatencyModel, Roofline
 from farsight.simulator.cluster.records import Recorder
-from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.cluster.replica import Replica, ReplicaShape
 from farsight.simulator.traffic.arrivals import Gamma
 from farsight.simulator.traffic.lengths import LengthPair, ZipfLengths
 from farsight.simulator.traffic.workload import SimRequest
 from farsight.simulator.traffic.workloads import draw
+from lab.reproduce.padded import padded_fleet
+from lab.reproduce.pipelined import PipelinedReplica, PipelineLatency
 from lab.reproduce.rows import ARTIFACT, FIXED_QUANTUM
 
 BLOCK_SIZE = 16
@@ -109,7 +110,7 @@ def serve(
     settings = PolicySettings(config or bed.scheduler, cost=bed.latency.cost, mlfq=FIXED_QUANTUM)
     limits = SchedulerLimits(bed.batch_size * num_stages, 0)
     fleet = Fleet(
-        FleetShape(shape, bed.latency),
+        FleetShape(shape, bed.latency, kind=PipelinedReplica if num_stages > 1 else Replica),
         build_router("fcfs"),
         lambda _: build_scheduler(preset, limits, settings, **parts),
     )

@@ -13,7 +13,6 @@ from itertools import pairwise
 
 from farsight.policies.batching.base import BatchPolicy
 from farsight.policies.batching.fcfs import FcfsBatches
-from farsight.simulator.cluster.padded import padded_fleet
 from farsight.simulator.predictors import certain
 from farsight.simulator.traffic.traces import MissingTraceError
 from farsight.simulator.traffic.workload import SimRequest
@@ -29,6 +28,7 @@ from lab.reproduce.magnus_systems import (
     load_pool,
     serve,
 )
+from lab.reproduce.padded import padded_fleet
 from lab.reproduce.rows import Exempt, Fitted, OrderCheck, Printed, Reproduction, Row, Verdict, judge, near, per_cent
 
 

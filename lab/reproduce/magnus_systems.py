@@ -43,13 +43,13 @@ from farsight.policies.replica.scheduler import ReplicaScheduler, SchedulerLimit
 from farsight.policies.settings import PolicySettings
 from farsight.simulator.cluster.fleet import Fleet, FleetShape
 from farsight.simulator.cluster.latency import GPUS, MODELS, LatencyModel, LinearLatency, Roofline
-from farsight.simulator.cluster.padded import num_computed_tokens, padded_fleet
 from farsight.simulator.cluster.records import Record
 from farsight.simulator.cluster.replica import ReplicaShape
 from farsight.simulator.predictors import certain
 from farsight.simulator.traffic.arrivals import Poisson
 from farsight.simulator.traffic.traces import MissingTraceError, count_tokens, find_data, read_rows
 from farsight.simulator.traffic.workload import SimRequest
+from lab.reproduce.padded import num_computed_tokens, padded_fleet
 from lab.reproduce.rows import EXACT, UNBOUND, Exempt, OrderCheck, Printed, Reproduction, Row, near
 
 TEXTS = "apps_text.jsonl.gz"

@@ -30,11 +30,11 @@ from farsight.policies.batching.multi_bin import (
     uniform_edges,
 )
 from farsight.simulator.cluster.latency import GPUS, LatencyModel, LinearLatency, ModelShape, Roofline
-from farsight.simulator.cluster.padded import padded_fleet
 from farsight.simulator.predictors import certain
 from farsight.simulator.traffic.arrivals import AllAtOnce, ArrivalProcess, Poisson
 from farsight.simulator.traffic.lengths import GSM8K_LIKE, LogNormal
 from farsight.simulator.traffic.workload import SimRequest
+from lab.reproduce.padded import padded_fleet
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

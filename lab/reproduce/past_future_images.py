@@ -26,12 +26,12 @@ import numpy as np
 from farsight.core.costs import FREE_IMAGES, ImageCost, StepCost
 from farsight.policies.batching.fcfs import FcfsBatches
 from farsight.simulator.cluster.latency import GPUS, MODELS, Roofline
-from farsight.simulator.cluster.padded import padded_fleet
 from farsight.simulator.cluster.records import Record
 from farsight.simulator.experiment import free_kv_tokens
 from farsight.simulator.predictors import certain
 from farsight.simulator.traffic.lengths import LogNormal, Uniform
 from farsight.simulator.traffic.workload import SimImage, SimRequest
+from lab.reproduce.padded import padded_fleet
 from lab.reproduce.past_future_runs import conservative, past_future, serve
 from lab.reproduce.rows import Exempt, OrderCheck, Printed, Reproduction, Row, near
 

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from farsight.policies.compose import build_scheduler
 from farsight.policies.settings import PolicySettings
 from farsight.simulator.cluster.latency import A100_7B
-from farsight.simulator.frontier import MeanBound, ReplicaBounds, shares, tail_bound, workload
 from farsight.simulator.traffic.traces import MissingTraceError
 from farsight.simulator.traffic.workload import SimRequest
 from lab.reproduce.combined import CODE, CONV, D1, MIXED, POLICIES, TEXTS, ZIPF, CombinedCell, Policy, run
+from lab.reproduce.frontier import MeanBound, ReplicaBounds, shares, tail_bound, workload
 from lab.reproduce.rows import UNBOUND, Exempt, Figure, Own, Reproduction, Row, at_most
 
 FloatArray = NDArray[np.float64]

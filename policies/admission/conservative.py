@@ -21,6 +21,8 @@ class Conservative(Admission):
         InvalidValueError: The overcommit is not above 0.
     """
 
+    admits_what_fits = True
+
     def __init__(self, overcommit: float = 1.0) -> None:
         if not overcommit > 0:
             raise InvalidValueError("overcommit", overcommit, "a number > 0")

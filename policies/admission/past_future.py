@@ -178,6 +178,8 @@ class PastFuture(Admission):
         InvalidValueError: A parameter is out of range.
     """
 
+    admits_what_fits = True
+
     def __init__(
         self, lengths: Lengths, *, reserve_ratio: float = 0.05, strict: bool = False, max_lists: int = 5
     ) -> None:

@@ -21,6 +21,8 @@ class Aggressive(Admission):
         InvalidValueError: The watermark is out of range.
     """
 
+    admits_what_fits = True
+
     def __init__(self, watermark: float = 0.95) -> None:
         if not 0 < watermark <= 1:
             raise InvalidValueError("watermark", watermark, "a share in (0, 1]")

@@ -114,6 +114,8 @@ class BatchScheduler(FleetMachine):
             loads the model again); 0 for replicas that go on at once.
     """
 
+    pulls = True
+
     def __init__(
         self, batcher: BatchPolicy, serving_time_s: ServingTime, forecast_wait_s: float = 0.0, reload_s: float = 0.0
     ) -> None:
@@ -178,7 +180,7 @@ class BatchScheduler(FleetMachine):
                 return self._table.drop_unknown(replica, keys)
             case ReplicaUp(name, ready, sums=sums):
                 self._table.bring_up(name, ready)
-                return self._measure_replicas() + self._table.compare(name, sums)
+                return self._measure_replicas() + self._table.compare(name, sums, self._now)
             case ReplicaAway(name):
                 self._table.set_away(name)
                 self._reloads_until.pop(name, None)  # its next process has loaded the model
@@ -354,7 +356,7 @@ class BatchScheduler(FleetMachine):
         broken = tuple(key for each in announced.open if awaits(key := (each.request_id, each.attempt)))
         parts = self._forget_awaited(ingress_id, {each.request_id for each in announced.open}, announced.listed)
         others = tuple(each for each in announced.open if (each.request_id, each.attempt) not in broken)
-        out = self._table.reconcile(replace(announced, open=others))
+        out = self._table.reconcile(replace(announced, open=others), self._now)
         if broken:
             out.append(ReportLost(ingress_id, broken))
         if parts:

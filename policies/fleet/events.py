@@ -89,6 +89,14 @@ class KeysUnknown:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestsReturned:
+    """A replica has given back these requests, which have never run there; they may be placed anew, as they are."""
+
+    replica: str
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestsStarted:
     """These requests have run for the first time."""
 
@@ -137,7 +145,7 @@ class HistoryLearned:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """The instant ``next_due_at`` has come (batch mode)."""
+    """The instant ``next_due_at`` has come (batch mode); otherwise: it is time to look at what waits on replicas."""
 
 
 GlobalEvent = (
@@ -151,6 +159,7 @@ GlobalEvent = (
     | IngressAnnounced
     | IngressLost
     | KeysUnknown
+    | RequestsReturned
     | RequestsStarted
     | KVCacheChanged
     | StepsPriced
@@ -181,6 +190,14 @@ class AbortOnReplica:
 @dataclass(frozen=True, slots=True)
 class AskReplica:
     """Asks the replica's Scheduler which of these attempts it does not know; all that was placed there reached it."""
+
+    replica: str
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecallRequests:
+    """Asks the replica's Scheduler to give back those of these attempts that no plan has named yet."""
 
     replica: str
     keys: tuple[Key, ...]
@@ -231,5 +248,13 @@ class BatchEnded:
 
 
 GlobalInstruction = (
-    PlaceRequests | AbortOnReplica | AskReplica | AskCache | AskIngress | ReportLost | RefuseRequest | BatchEnded
+    PlaceRequests
+    | AbortOnReplica
+    | AskReplica
+    | RecallRequests
+    | AskCache
+    | AskIngress
+    | ReportLost
+    | RefuseRequest
+    | BatchEnded
 )

@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from farsight.core.decisions import Facts
 from farsight.core.key_sums import KeySums
 from farsight.core.messages.placement import ReplicaView
 from farsight.core.messages.plans import WorkerReady
 from farsight.core.request import Request
+from farsight.policies.moves.recall import ANSWER_S, Crowd, WaitingRequest
 from farsight.policies.placement.base import Choice, ReplicaLoad
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One line of the table: an attempt and the worker life that it was placed on.
+class Moved:
+    """How a request came from one replica to another.
 
     Attributes:
-        choice: Why the request was placed there; None if an earlier Router placed it.
-        waited_s: Seconds that the request waited for a replica that takes requests.
-        known_len: Tokens of its prompt, and of its output in earlier attempts, when it was placed.
+        waited_s: Seconds that it waited on the replica before.
+        num: How often it has moved so far.
+    """
+
+    origin: str
+    reason: str
+    waited_s: float
+    num: int = 1
+
+    def facts(self) -> Facts:
+        """Returns them by the names that a decision trace shows."""
+        return {"moved_from": self.origin, "because": self.reason, "waited_there_s": self.waited_s}
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """The one record of a request in flight: of its attempt, which waits for a replica or was placed on one.
+
+    Attributes:
+        request: The attempt while it waits; None once it is placed, since its replica has it.
+        since: Instant since when it has waited, or when it was placed.
+        replica: Where it was placed, and on which worker life; empty while it waits.
+        choice: Why it was placed there; None if it waits or an earlier Router placed it.
+        waited_s: Seconds that it waited for a replica that takes requests.
+        known_len: Tokens of its prompt, and of its output in earlier attempts.
         expected_len: Output tokens predicted beyond these, at most ``most_len``.
         variance: Variance of ``expected_len``, in tokens squared.
         has_target: Whether its client has set a latency target or a deadline.
+        work_tokens: Its part of ``ReplicaLoad.work_tokens``.
+        moved: Why it was recalled from where it was before; None if it was not.
+        asked_at: Instant when its replica was last asked to give it back.
     """
 
     attempt: int
     ingress_id: str
-    replica: str
-    worker_incarnation: str
+    request: Request | None = None
+    since: float = 0.0
+    replica: str = ""
+    worker_incarnation: str = ""
     choice: Choice | None = None
     waited_s: float = 0.0
     known_len: float = 0.0
@@ -35,6 +65,13 @@ class Entry:
     most_len: float = 0.0
     variance: float = 0.0
     has_target: bool = False
+    work_tokens: float = 0.0
+    moved: Moved | None = None
+    asked_at: float = -math.inf
+
+    def is_recalled(self, now: float) -> bool:
+        """Returns whether its replica may have given it back, and the answer is on its way."""
+        return now - self.asked_at < ANSWER_S
 
     @property
     def hit_len(self) -> int:
@@ -43,7 +80,7 @@ class Entry:
 
 @dataclass(slots=True)
 class PlacedDemand:
-    """The part of ``Demand`` that the requests on one replica make."""
+    """The part of ``Demand`` that the requests on one replica make, or those that wait."""
 
     known_tokens: float = 0.0
     cached_tokens: float = 0.0
@@ -67,7 +104,8 @@ class FleetReplica:
         ready: Its latest worker life; None before the first.
         up: Whether it takes requests now.
         draining: Whether no new request may be placed on it.
-        requests: Tokens of work of each request that is placed on it, by id.
+        requests: What is placed on it, by id.
+        waiting: What of that was placed by this Router and has not run yet, in the order of placement.
         demand: What its requests ask for.
         sums: The attempts on it, as its Scheduler should have them.
     """
@@ -76,7 +114,8 @@ class FleetReplica:
     ready: WorkerReady | None = None
     up: bool = False
     draining: bool = False
-    requests: dict[str, float] = field(default_factory=dict)
+    requests: dict[str, Entry] = field(default_factory=dict)
+    waiting: dict[str, Entry] = field(default_factory=dict)
     demand: PlacedDemand = field(default_factory=PlacedDemand)
     sums: KeySums = field(default_factory=KeySums)
 
@@ -93,16 +132,20 @@ class FleetReplica:
         """Whether requests may be placed on the replica."""
         return self.up and not self.draining
 
-    def enter(self, request_id: str, entry: Entry, work_tokens: float) -> None:
-        self.requests[request_id] = work_tokens
+    def enter(self, request_id: str, entry: Entry) -> None:
+        self.requests[request_id] = entry
+        if entry.choice is not None:
+            self.waiting[request_id] = entry
         self.sums.put(request_id, entry.attempt)
         self.demand.add(entry, 1)
-        self._weigh(work_tokens)
+        self._weigh(entry.work_tokens)
 
-    def remove(self, request_id: str, entry: Entry) -> None:
+    def remove(self, request_id: str) -> None:
+        entry = self.requests.pop(request_id)
+        self.waiting.pop(request_id, None)
         self.sums.discard(request_id)
         self.demand.add(entry, -1)
-        self._weigh(-self.requests.pop(request_id))
+        self._weigh(-entry.work_tokens)
         if not self.requests:
             self.demand = PlacedDemand()  # sums of fractions leave rounding errors
 
@@ -111,10 +154,31 @@ class FleetReplica:
         # An empty replica has exactly no work: a sum of fractions would leave a rounding error, often below 0.
         self.load.work_tokens = self.load.work_tokens + more_tokens if self.requests else 0.0
 
+    @property
+    def capacity_tokens(self) -> int:
+        return 0 if self.ready is None else self.ready.num_blocks * self.ready.block_size
+
     def view(self) -> ReplicaView:
-        capacity = 0 if self.ready is None else self.ready.num_blocks * self.ready.block_size
-        load = self.load
+        load, capacity = self.load, self.capacity_tokens
         return ReplicaView(self.name, self.takes, load.num_requests, load.work_tokens, capacity_tokens=capacity)
+
+    def crowd(self, *, lists: bool) -> Crowd:
+        """Returns the replica as the rules of moves see it; ``lists``: with what waits there, in O(waiting)."""
+        demand, version = self.demand, -1 if self.ready is None else self.ready.model_version
+        waiting = [
+            WaitingRequest(
+                (request_id, each.attempt),
+                each.since,
+                each.known_len + each.expected_len,
+                each.hit_len,
+                0 if each.moved is None else each.moved.num,
+                each.asked_at,
+            )
+            for request_id, each in (self.waiting.items() if lists else ())
+        ]
+        tokens = demand.known_tokens + demand.output_tokens
+        counts = (len(self.requests), tokens, self.capacity_tokens)
+        return Crowd(self.name, version, self.takes, self.draining, *counts, bool(self.waiting), waiting)
 
     def fits(self, request: Request) -> bool:
         """Returns whether the replica runs the request's weights and can hold the request at its longest."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from farsight.core.errors import IntegrityError
 from farsight.core.forecast import Forecast, ForecastMade
@@ -27,22 +26,14 @@ from farsight.policies.fleet.events import (
     IngressAnnounced,
     ReportLost,
 )
-from farsight.policies.fleet.fleet_replica import Entry, FleetReplica
+from farsight.policies.fleet.fleet_replica import Entry, FleetReplica, Moved, PlacedDemand
 from farsight.policies.lengths.law import variance as length_variance
 from farsight.policies.placement.base import Choice, ReplicaLoad
 from farsight.policies.replica.events import RefuseRequest
 
-
-class _Queued(NamedTuple):
-    """A request that waits for a replica, and since when."""
-
-    request: Request
-    since: float
-
-
 OnRemoved = Callable[[str, Entry | None, int | None], None]
-"""Called for each request that is no longer in flight: its id, its line if it was placed, and the tokens of its output
-if the output is complete. Also called for a request that is not in the table, since the owner may know of it."""
+"""Called for each request that is no longer in flight: its id, its record if it was placed, and the tokens of its
+output if the output is complete. Also called for a request that is not in the table, since the owner may know of it."""
 
 
 class RequestTable:
@@ -59,8 +50,9 @@ class RequestTable:
     def __init__(self, on_removed: OnRemoved) -> None:
         self._on_removed = on_removed
         self._replicas: dict[str, FleetReplica] = {}
-        self._placed: dict[str, Entry] = {}
-        self._queued: dict[str, _Queued] = {}  # until they are placed or gone
+        self._entries: dict[str, Entry] = {}
+        self._queued: dict[str, Entry] = {}  # of these, what waits for a replica
+        self._waiting = PlacedDemand()  # what that asks for
         self._of_ingress: defaultdict[str, KeySums] = defaultdict(KeySums)  # attempts, placed or queued
         self._gone: set[str] = set()  # replicas given up: what an ingress replica still has there is lost
         self._open: tuple[ReplicaLoad, ...] | None = None  # replicas that take requests; None if that has changed
@@ -106,15 +98,16 @@ class RequestTable:
         self._gone.discard(name)
         before, replica.ready, replica.up = replica.ready, ready, True
         self._open = None
-        for request_id in list(replica.requests):
-            if self._placed[request_id].worker_incarnation != ready.worker_incarnation:
+        for request_id, entry in list(replica.requests.items()):
+            if entry.worker_incarnation != ready.worker_incarnation:
                 self.remove(request_id)  # it went down with the worker; its ingress replica resumes it
         return before is None or before.worker_incarnation != ready.worker_incarnation
 
-    def compare(self, name: str, sums: bytes | None) -> list[GlobalInstruction]:
+    def compare(self, name: str, sums: bytes | None, now: float) -> list[GlobalInstruction]:
         """Asks a replica about the attempts that its sums say it may not know; ``sums`` None: about none."""
         own = self._replicas[name].sums
-        keys = () if sums is None else tuple(own.keys(own.differing(sums)))
+        differing = () if sums is None else own.keys(own.differing(sums))
+        keys = tuple(key for key in differing if not self._entries[key[0]].is_recalled(now))
         return [AskReplica(name, keys)] if keys else []
 
     def set_away(self, name: str) -> None:
@@ -139,59 +132,53 @@ class RequestTable:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._placed) + len(self._queued)
+        return len(self._entries)
 
     @property
     def num_queued(self) -> int:
         return len(self._queued)
 
     def entry(self, request_id: str) -> Entry | None:
-        """Returns the line of a placed request; None if it is not placed."""
-        return self._placed.get(request_id)
+        """Returns the record of a placed request; None if it is not placed."""
+        entry = self._entries.get(request_id)
+        return entry if entry is not None and entry.replica else None
 
     def queued(self, request_id: str) -> Request | None:
         """Returns a request that waits for a replica; None if it does not wait."""
-        queued = self._queued.get(request_id)
-        return None if queued is None else queued.request
+        entry = self._queued.get(request_id)
+        return None if entry is None else entry.request
 
     def queued_among(self, keys: Iterable[Key]) -> list[tuple[Request, float]]:
         """Returns the waiting requests among these attempts, or earlier ones of them, and since when each waits."""
         found = ((self._queued.get(request_id), attempt) for request_id, attempt in keys)
-        return [(each.request, each.since) for each, attempt in found if each and each.request.attempt <= attempt]
+        return [(each.request, each.since) for each, most in found if each and each.request and each.attempt <= most]
 
     def all_queued(self) -> tuple[tuple[Request, float], ...]:
         """Returns every request that waits for a replica, and since when. O(waiting)."""
-        return tuple(self._queued.values())
+        return tuple((each.request, each.since) for each in self._queued.values() if each.request)
 
     def keys_on(self, replica: str) -> Iterator[Key]:
         """Yields the attempts that are placed on a known replica."""
-        return ((request_id, self._placed[request_id].attempt) for request_id in self._replicas[replica].requests)
+        return self._replicas[replica].sums.all_keys()
 
     def attempt_of(self, request_id: str) -> int | None:
         """Returns the attempt in flight; None if there is none."""
-        if request_id in self._queued:
-            return self._queued[request_id].request.attempt
-        entry = self._placed.get(request_id)
+        entry = self._entries.get(request_id)
         return None if entry is None else entry.attempt
 
     def demand(self) -> Demand:
-        """Returns the demand in flight, except on external servers, for the predicted queue delay.
-
-        O(replicas + waiting).
-        """
+        """Returns the demand in flight, except on external servers, for the predicted queue delay. O(replicas)."""
         own = [each for each in self._replicas.values() if not each.is_external]
-        placed = [each.demand for each in own]
-        waiting = [request for request, _ in self._queued.values()]
+        parts = [self._waiting, *(each.demand for each in own)]
         return Demand(
-            num_requests=sum(len(each.requests) for each in own) + len(waiting),
-            num_waiting=len(waiting),
+            num_requests=sum(len(each.requests) for each in own) + len(self._queued),
+            num_waiting=len(self._queued),
             num_busy=sum(bool(each.requests) for each in own),
-            known_tokens=sum(each.known_tokens for each in placed) + sum(request.known_len for request in waiting),
-            cached_tokens=sum(each.cached_tokens for each in placed),
-            output_tokens=sum(each.output_tokens for each in placed) + sum(map(self._expected_len, waiting)),
-            output_variance=sum(each.output_variance for each in placed) + sum(map(self._variance, waiting)),
-            num_with_targets=sum(each.num_with_targets for each in placed)
-            + sum(request.wants_speed for request in waiting),
+            known_tokens=sum(each.known_tokens for each in parts),
+            cached_tokens=sum(each.cached_tokens for each in parts),
+            output_tokens=sum(each.output_tokens for each in parts),
+            output_variance=sum(each.output_variance for each in parts),
+            num_with_targets=sum(each.num_with_targets for each in parts),
         )
 
     def accept(self, requests: Iterable[Request]) -> tuple[list[Request], list[GlobalInstruction]]:
@@ -225,8 +212,7 @@ class RequestTable:
 
     def refuse(self, request: Request) -> RefuseRequest:
         """Refuses a request that never fits, with the reason, and unqueues it without a call of ``on_removed``."""
-        if self._queued.pop(request.request_id, None) is not None:
-            self._of_ingress[request.ingress_id].discard(request.request_id)
+        self._leave(request.request_id)
         known = [replica.ready for replica in self._replicas.values() if replica.ready is not None]
         field = request.own_engine_field
         if field and all(ready.external for ready in known):
@@ -238,34 +224,51 @@ class RequestTable:
 
     def enqueue(self, request: Request, now: float) -> None:
         """Queues a request for a replica; a request that is queued already keeps the start of its wait."""
-        before = self._queued.get(request.request_id)
-        self._queued[request.request_id] = _Queued(request, now if before is None else before.since)
-        self._of_ingress[request.ingress_id].put(request.request_id, request.attempt)
+        if request.request_id not in self._queued:
+            entry = self._queued[request.request_id] = self._entries[request.request_id] = self._record(request, now)
+            self._waiting.add(entry, 1)
+            self._of_ingress[request.ingress_id].put(request.request_id, request.attempt)
 
-    def place(self, request: Request, choice: Choice, now: float) -> None:
-        """Enters a request, queued or new, on the chosen replica."""
-        ready = self._replicas[choice.replica].ready
-        assert ready is not None
-        queued = self._queued.pop(request.request_id, None)
-        entry = Entry(
-            attempt=request.attempt,
-            ingress_id=request.ingress_id,
-            replica=choice.replica,
-            worker_incarnation=ready.worker_incarnation,
-            choice=choice,
-            waited_s=0.0 if queued is None else now - queued.since,
+    def place(self, request: Request, choice: Choice, now: float, moved: Moved | None = None) -> None:
+        """Enters a request, queued, new or recalled from another replica, on the chosen replica."""
+        replica = self._replicas[choice.replica]
+        assert replica.ready is not None
+        queued = self._unqueue(request.request_id)
+        entry = self._record(request, now)
+        entry.request, entry.choice, entry.replica = None, choice, choice.replica
+        entry.worker_incarnation = replica.ready.worker_incarnation
+        entry.waited_s = 0.0 if queued is None else now - queued.since
+        entry.moved = moved
+        self._enter(request.request_id, entry)
+
+    def _record(self, request: Request, now: float) -> Entry:
+        """Makes the record of a request that is on no replica yet."""
+        return Entry(
+            request.attempt,
+            request.ingress_id,
+            request,
+            now,
             known_len=request.known_len,
             expected_len=self._expected_len(request),
             most_len=request.max_total_len - request.known_len,
             variance=self._variance(request),
             has_target=request.wants_speed,
+            work_tokens=self._work(request),
         )
-        self._enter(request.request_id, entry, self._work(request))
 
-    def _enter(self, request_id: str, entry: Entry, work_tokens: float) -> None:
-        self._replicas[entry.replica].enter(request_id, entry, work_tokens)
-        self._placed[request_id] = entry
+    def _enter(self, request_id: str, entry: Entry) -> None:
+        self._replicas[entry.replica].enter(request_id, entry)
+        self._entries[request_id] = entry
         self._of_ingress[entry.ingress_id].put(request_id, entry.attempt)
+
+    def _unqueue(self, request_id: str) -> Entry | None:
+        """Takes a request out of those that wait, if it is one of them."""
+        entry = self._queued.pop(request_id, None)
+        if entry is not None:
+            self._waiting.add(entry, -1)
+            if not self._queued:
+                self._waiting = PlacedDemand()  # sums of fractions leave rounding errors
+        return entry
 
     def _work(self, request: Request) -> float:
         """Returns known tokens plus the output still to expect: the mean, at most the requested length."""
@@ -279,6 +282,14 @@ class RequestTable:
         predicted = self.mean_output_len if request.forecast is None else request.forecast.mean
         return most if predicted is None else min(most, max(1.0, predicted - len(request.output_ids)))
 
+    def predicted_len(self, request: Request) -> float:
+        """Returns the tokens that a request will hold at its predicted end."""
+        return request.known_len + self._expected_len(request)
+
+    def start(self, request_id: str, entry: Entry) -> None:
+        """Books that a placed request has run for the first time."""
+        self._replicas[entry.replica].waiting.pop(request_id, None)
+
     def _variance(self, request: Request) -> float:
         """Returns the variance of ``_expected_len``, in tokens squared."""
         if request.sampling.ignore_eos:
@@ -289,40 +300,40 @@ class RequestTable:
         """Takes in forecasts made after their requests had arrived; returns those of queued and of placed requests."""
         queued, placed = [], []
         for each in made:
-            if self.attempt_of(each.request_id) != each.attempt:
+            entry = self._entries.get(each.request_id)
+            if entry is None or entry.attempt != each.attempt:
                 continue
-            waiting = self._queued.get(each.request_id)
-            if waiting is not None:
-                request = replace(waiting.request, forecast=each.forecast)
-                self._queued[each.request_id] = _Queued(request, waiting.since)
+            if entry.request is not None:
                 queued.append(each)
-                continue
-            placed.append(each)
-            entry = self._placed[each.request_id]
-            if entry.attempt == 0:  # later attempts bring their forecasts with them
-                expected_len = min(entry.most_len, each.forecast.mean)
-                new = replace(entry, expected_len=expected_len, variance=length_variance(each.forecast))
-                self._placed[each.request_id] = new
+                demand, entry.request = self._waiting, replace(entry.request, forecast=each.forecast)
+            else:
+                placed.append(each)
                 demand = self._replicas[entry.replica].demand
+            if entry.attempt == 0:  # later attempts bring their forecasts with them
                 demand.add(entry, -1)
-                demand.add(new, 1)
+                entry.expected_len = min(entry.most_len, each.forecast.mean)
+                entry.variance = length_variance(each.forecast)
+                demand.add(entry, 1)
         return queued, placed
 
     def remove(self, request_id: str, output_len: int | None = None) -> None:
         """Removes a request from flight; ``output_len``: tokens of an output that is complete."""
-        queued = self._queued.pop(request_id, None)
-        if queued is not None:
-            self._of_ingress[queued.request.ingress_id].discard(request_id)
-        entry = self._placed.pop(request_id, None)
+        entry = self._leave(request_id)
+        self._on_removed(request_id, entry if entry is not None and entry.replica else None, output_len)
+
+    def _leave(self, request_id: str) -> Entry | None:
+        self._unqueue(request_id)
+        entry = self._entries.pop(request_id, None)
         if entry is not None:
-            self._replicas[entry.replica].remove(request_id, entry)
             self._of_ingress[entry.ingress_id].discard(request_id)
-        self._on_removed(request_id, entry, output_len)
+            if entry.replica:
+                self._replicas[entry.replica].remove(request_id)
+        return entry
 
     def end(self, finished: Iterable[FinishedSequence]) -> None:
         """Removes attempts that have ended on their replica."""
         for end in finished:
-            entry = self._placed.get(end.request_id)
+            entry = self.entry(end.request_id)
             if entry is not None and entry.attempt == end.attempt:
                 whole = end.status in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH)
                 self.remove(end.request_id, end.output_len if whole else None)
@@ -331,14 +342,13 @@ class RequestTable:
         """Removes these attempts, or earlier ones, and has the replicas that may run them forget them."""
         by_replica: dict[str, list[Key]] = {}
         for request_id, attempt in keys:
-            known = self.attempt_of(request_id)
-            entry = self._placed.get(request_id)
-            if known is None or known > attempt:
+            entry = self._entries.get(request_id)
+            if entry is None or entry.attempt > attempt:
                 # Not ours, but a replica may run it: an attempt that an earlier Router placed, or that we replaced.
                 for name in self._replicas:
                     by_replica.setdefault(name, []).append((request_id, attempt))
                 continue
-            if entry is not None:
+            if entry.replica:
                 by_replica.setdefault(entry.replica, []).append((request_id, attempt))
             self.remove(request_id)
         return [AbortOnReplica(name, tuple(group)) for name, group in by_replica.items()]
@@ -351,7 +361,7 @@ class RequestTable:
         del self._of_ingress[ingress_id]
         return aborts
 
-    def reconcile(self, announced: IngressAnnounced) -> list[GlobalInstruction]:
+    def reconcile(self, announced: IngressAnnounced, now: float) -> list[GlobalInstruction]:
         """Takes over the open streams that an ingress replica lists, and asks it for other parts that differ.
 
         Aborts its streams that are closed, asks replicas whether they know the others, and reports those that none has.
@@ -369,8 +379,8 @@ class RequestTable:
                 if not self._adopt(ingress_id, stream):
                     lost.append(key)
                     continue
-            entry = self._placed.get(stream.request_id)
-            if entry is not None and entry.attempt == stream.attempt:
+            entry = self.entry(stream.request_id)
+            if entry is not None and entry.attempt == stream.attempt and not entry.is_recalled(now):
                 asked.setdefault(entry.replica, []).append(key)
         own = self._of_ingress[ingress_id]
         aborts = self.abort([key for key in own.keys(announced.listed) if key[0] not in still_open])
@@ -397,15 +407,16 @@ class RequestTable:
             known_len=work_tokens - expected_len,
             expected_len=expected_len,
             most_len=work_tokens,
+            work_tokens=work_tokens,
         )
-        self._enter(stream.request_id, entry, work_tokens)
+        self._enter(stream.request_id, entry)
         return True
 
     def drop_unknown(self, replica: str, keys: Iterable[Key]) -> list[GlobalInstruction]:
         """Removes attempts that a replica's Scheduler does not know, and reports them as lost."""
         lost: dict[str, list[Key]] = {}
         for request_id, attempt in keys:
-            entry = self._placed.get(request_id)
+            entry = self._entries.get(request_id)
             if entry is not None and (entry.attempt, entry.replica) == (attempt, replica):
                 lost.setdefault(entry.ingress_id, []).append((request_id, attempt))
                 self.remove(request_id)
@@ -413,18 +424,16 @@ class RequestTable:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the table, the queue and the replicas' sums agree."""
-        held = {request_id: replica.name for replica in self._replicas.values() for request_id in replica.requests}
-        if held != {request_id: entry.replica for request_id, entry in self._placed.items()}:
-            raise IntegrityError("the in-flight table and the replicas disagree")
-        if self._queued.keys() & self._placed.keys():
-            raise IntegrityError("a request is placed and waits")
+        held = {key: each for replica in self._replicas.values() for key, each in replica.requests.items()}
+        if held | self._queued != self._entries or held.keys() & self._queued.keys():
+            raise IntegrityError("the records, the replicas and the queue disagree")
+        if any(bool(each.replica) == bool(each.request) for each in self._entries.values()):
+            raise IntegrityError("a request is placed and waits, or does neither")
         owners = {key: ingress_id for ingress_id, sums in self._of_ingress.items() for key in sums.all_keys()}
-        placed = {(request_id, entry.attempt): entry.ingress_id for request_id, entry in self._placed.items()}
-        waiting = {(rid, each.request.attempt): each.request.ingress_id for rid, each in self._queued.items()}
-        if owners != placed | waiting:
-            raise IntegrityError("the in-flight table and the sums by ingress replica disagree")
+        if owners != {(request_id, each.attempt): each.ingress_id for request_id, each in self._entries.items()}:
+            raise IntegrityError("the records and the sums by ingress replica disagree")
         for replica in self._replicas.values():
-            load, work_tokens = replica.load, sum(replica.requests.values())
+            load, work_tokens = replica.load, sum(each.work_tokens for each in replica.requests.values())
             if load.num_requests != len(replica.requests):
                 raise IntegrityError(f"{load.name}: {load.num_requests} requests are counted")
             if abs(load.work_tokens - work_tokens) > 1e-6 * max(1.0, work_tokens):

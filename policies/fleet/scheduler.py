@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from farsight.core.costs import StepCost
+from farsight.core.decisions import Facts
 from farsight.core.forecast import ForecastMade
 from farsight.core.messages.placement import PrefixView, ReplicaView
 from farsight.core.messages.plans import KVCacheEvent, StartedRequest, WorkerReady
@@ -28,16 +29,20 @@ from farsight.policies.fleet.events import (
     KeysUnknown,
     KVCacheChanged,
     PlaceRequests,
+    RecallRequests,
     ReplicaAway,
     ReplicaDraining,
     ReplicaGone,
     ReplicaUp,
     RequestsEnded,
+    RequestsReturned,
     RequestsStarted,
     StepsPriced,
+    TimePassed,
 )
-from farsight.policies.fleet.fleet_replica import Entry
+from farsight.policies.fleet.fleet_replica import Entry, Moved
 from farsight.policies.fleet.request_table import RequestTable
+from farsight.policies.moves.recall import RecallRule
 from farsight.policies.placement.base import Choice, Placement, ReplicaLoad
 from farsight.policies.replica.events import ForecastsArrived, RequestsAborted, RequestsArrived
 
@@ -111,9 +116,13 @@ class FleetMachine(ABC):
 
     Attributes:
         goes_by_prefixes: Whether placement looks at the blocks of a prompt.
+        pulls: Whether the arrival of a request may place others, which waited.
+        recalls: Whether ``TimePassed`` may have requests given back that wait on a replica.
     """
 
     goes_by_prefixes: bool = False
+    pulls: bool = False
+    recalls: bool = False
 
     def __init__(self) -> None:
         self._table = RequestTable(self._removed)
@@ -130,6 +139,10 @@ class FleetMachine(ABC):
     @property
     def num_in_flight(self) -> int:
         return self._table.num_in_flight
+
+    def is_in_flight(self, request_id: str) -> bool:
+        """Returns whether an attempt of the request is placed or waits for a replica."""
+        return self._table.attempt_of(request_id) is not None
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
         """Returns every replica that takes requests, in the order they were heard of; O(1) while they are the same."""
@@ -186,10 +199,13 @@ class FleetMachine(ABC):
         entry = self._table.entry(request_id)
         return None if entry is None else entry.choice
 
-    def waited_s(self, request_id: str) -> float:
-        """Returns the seconds that a request waited for a replica that takes requests."""
+    def told(self, request_id: str) -> Facts:
+        """Returns why a placed request is where it is, and how it came there; nothing if it is not placed."""
         entry = self._table.entry(request_id)
-        return 0.0 if entry is None else entry.waited_s
+        if entry is None or entry.choice is None:
+            return {}
+        waited = {"waited_s": entry.waited_s} if entry.waited_s else {}
+        return {**entry.choice.facts(), **waited, **({} if entry.moved is None else entry.moved.facts())}
 
     def queued(self, response_id: str) -> list[tuple[Request, float]]:
         """Returns the requests of an answer that wait for a replica, and since when. O(waiting)."""
@@ -206,13 +222,21 @@ class FleetMachine(ABC):
 
 
 class GlobalScheduler(FleetMachine):
-    """Places requests on replicas as they come."""
+    """Places requests on replicas as they come.
 
-    def __init__(self, placement: Placement) -> None:
+    Args:
+        recall: Which requests that wait on a replica are placed anew; None for none.
+    """
+
+    def __init__(self, placement: Placement, recall: RecallRule | None = None) -> None:
         super().__init__()
         self._placement = placement
+        self._recall = recall
+        self._reasons: dict[str, str] = {}  # of the latest recall from each replica
+        self._cost: StepCost | None = None
         self._notices = CacheNotices(placement)
         self.goes_by_prefixes = placement.block_size > 0
+        self.recalls = recall is not None
 
     def replica_views(self) -> tuple[ReplicaView, ...]:
         """Returns the views of ``FleetMachine``, with the placement's knowledge of each replica."""
@@ -234,13 +258,13 @@ class GlobalScheduler(FleetMachine):
             case RequestsEnded(finished):
                 self._table.end(finished)
             case IngressAnnounced():
-                return self._table.reconcile(event)
+                return self._table.reconcile(event, self._now)
             case IngressLost(ingress_id):
                 return self._table.lose_ingress(ingress_id)
             case KeysUnknown(replica, keys):
                 return self._table.drop_unknown(replica, keys)
             case ReplicaUp(name, ready, cache_seq, sums):
-                return self._bring_up(name, ready, cache_seq) + self._table.compare(name, sums)
+                return self._bring_up(name, ready, cache_seq) + self._table.compare(name, sums, self._now)
             case ReplicaAway(name):
                 self._table.set_away(name)
             case ReplicaDraining(name, ends):
@@ -253,11 +277,16 @@ class GlobalScheduler(FleetMachine):
                 self._foresee(made)
             case RequestsStarted(started):
                 self._start(started)
+            case RequestsReturned(name, requests):
+                return self._place_returned(name, requests)
+            case TimePassed():
+                return self._look_at_waiting()
             case KVCacheChanged(name, worker_incarnation, notices):
                 return [*self._notices.take(name, worker_incarnation, notices, now)]
             case StepsPriced(name, cost):
                 if self._table.replica(name) is not None:
                     self._placement.priced(name, cost)
+                    self._cost = cost
         return []
 
     def _bring_up(self, name: str, ready: WorkerReady, cache_seq: int) -> list[GlobalInstruction]:
@@ -271,11 +300,45 @@ class GlobalScheduler(FleetMachine):
         self._notices.drop(name)
         self._placement.replica_gone(name)
 
-    def _place_all(self, requests: Iterable[Request]) -> list[GlobalInstruction]:
+    def _look_at_waiting(self) -> list[GlobalInstruction]:
+        """Recalls what has waited for long enough on one replica and could run at once on another."""
+        if self._recall is None:
+            return []
+        own = [each for each in self._table.replicas() if not each.is_external]
+        if not any(each.waiting for each in own):
+            return []
+        crowds = [each.crowd(lists=True) for each in own]
+        out: list[GlobalInstruction] = []
+        for recalled in self._recall.choose(crowds, self._cost, self._now):
+            self._reasons[recalled.replica] = recalled.reason
+            for request_id, _ in recalled.keys:
+                entry = self._table.entry(request_id)
+                assert entry is not None, "what waits on a replica is placed"
+                entry.asked_at = self._now
+            out.append(RecallRequests(recalled.replica, recalled.keys))
+        return out
+
+    def _place_returned(self, name: str, requests: Iterable[Request]) -> list[GlobalInstruction]:
+        """Places requests that a replica has given back, elsewhere if possible; others have left or go on already."""
+        moved, returned = {}, []
+        for request in requests:
+            entry = self._table.entry(request.request_id)
+            if entry is None or (entry.attempt, entry.replica) != (request.attempt, name):
+                continue
+            num = 1 if entry.moved is None else entry.moved.num + 1
+            because = Moved(name, self._reasons.get(name, ""), self._now - entry.since, num)
+            moved[request.request_id] = because
+            returned.append(request)
+            self._table.remove(request.request_id)
+        return self._place_all(returned, moved)
+
+    def _place_all(
+        self, requests: Iterable[Request], moved: Mapping[str, Moved] | None = None
+    ) -> list[GlobalInstruction]:
         placed: dict[str, list[Request]] = {}
         refused: list[GlobalInstruction] = []
         for request in requests:
-            choice = self._place(request)
+            choice = self._place(request, None if moved is None else moved[request.request_id])
             if choice is not None:
                 cached_len = choice.hit_len - choice.pending_len
                 if cached_len:
@@ -287,14 +350,25 @@ class GlobalScheduler(FleetMachine):
                 self._table.enqueue(request, self._now)
         return [PlaceRequests(name, tuple(group)) for name, group in placed.items()] + refused
 
-    def _place(self, request: Request) -> Choice | None:
+    def _place(self, request: Request, moved: Moved | None) -> Choice | None:
         """Places a request; returns None if no replica that takes requests can hold the request."""
         fitting = self._table.fitting(request)
+        if moved is not None:
+            fitting = self._with_room(request, moved.origin, fitting)
         if not fitting:
             return None
         choice = self._placement.choose(request, request.prefix_hashes, fitting, self._now)
-        self._table.place(request, choice, self._now)
+        self._table.place(request, choice, self._now, moved)
         return choice
+
+    def _with_room(self, request: Request, origin: str, fitting: tuple[ReplicaLoad, ...]) -> tuple[ReplicaLoad, ...]:
+        """Returns the replicas where a recalled request could run at once; else all others; else its own."""
+        assert self._recall is not None, "nothing is recalled without a rule"
+        others = tuple(load for load in fitting if load.name != origin)
+        tokens = self._table.predicted_len(request)
+        replicas = ((load, self._table.replica(load.name)) for load in others)
+        rooms = (load for load, each in replicas if each and self._recall.has_room(each.crowd(lists=False), tokens))
+        return tuple(rooms) or others or fitting
 
     def _foresee(self, made: Iterable[ForecastMade]) -> None:
         _, placed = self._table.foresee(made)
@@ -305,6 +379,7 @@ class GlobalScheduler(FleetMachine):
         for start in started:
             entry = self._table.entry(start.request_id)
             if entry is not None and entry.attempt == start.attempt:
+                self._table.start(start.request_id, entry)
                 self._placement.started(start.request_id, start.cached_len, start.queue_s, self._now)
 
     def _removed(self, request_id: str, entry: Entry | None, output_len: int | None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from farsight.core.decisions import Facts
@@ -35,7 +35,7 @@ KEPT_ENDS = 4
 """Latest prompts of a session that a turn may continue: clients retry, and go back a turn."""
 
 LATE_S = 10.0
-"""Seconds that an announcement may take at most from what it tells to where it is heard."""
+"""Seconds after which a turn that is not in flight has ended: its next attempt would have come by then."""
 
 SHOWN_CHARS = 128
 """Most characters of a name that are kept to be shown; the whole name still tells sessions apart."""
@@ -59,13 +59,18 @@ class _Session:
     busy_since: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Open:
-    """A request that has not ended; ``is_turn`` is False for further choices of an answer, whose prompt counts once."""
+    """A request that has not ended.
+
+    Attributes:
+        seen_at: Latest instant when it was known to be in flight.
+        is_turn: False for further choices of an answer, whose prompt counts once.
+    """
 
     key: tuple[str, str]
     ingress_id: str
-    began_at: float
+    seen_at: float
     prompt_len: int
     new_len: int
     is_turn: bool
@@ -83,7 +88,8 @@ class SessionTable:
         self._block_size = block_size
         self._max_sessions = max_sessions
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()  # longest without an event first
-        self._by_end: dict[tuple[str, int], tuple[str, str]] = {}  # by tenant and hash
+        self._idle: OrderedDict[tuple[str, str], None] = OrderedDict()  # without an open request, the longest so first
+        self._by_end: dict[str, dict[int, tuple[str, str]]] = {}  # by tenant, then by hash
         self._by_answer: dict[tuple[str, str], tuple[str, str]] = {}  # by tenant and id of the answer
         self._open: dict[str, _Open] = {}
         self._applications: dict[str, SessionCounts] = {}
@@ -146,17 +152,15 @@ class SessionTable:
             if turn is not None:
                 self._touch(turn.key, self._sessions[turn.key], -1, now)
 
-    def announced(self, ingress_id: str, request_ids: Collection[str], now: float) -> None:
-        """Books that all requests of an ingress replica but these have ended, whatever ended them.
+    def look(self, in_flight: Callable[[str], bool], now: float) -> None:
+        """Books that requests which have not been in flight for ``LATE_S`` have ended, whatever ended them. O(open).
 
-        A request that began within ``LATE_S`` may be newer than what the replica has announced.
+        Between two attempts a request is not in flight.
         """
-        gone = [
-            each
-            for each, turn in self._open.items()
-            if turn.ingress_id == ingress_id and turn.began_at < now - LATE_S and each not in request_ids
-        ]
-        self.left(gone, now)
+        for request_id, turn in self._open.items():
+            if in_flight(request_id):
+                turn.seen_at = now
+        self.left([each for each, turn in self._open.items() if turn.seen_at < now - LATE_S], now)
 
     def lose(self, ingress_id: str, now: float) -> None:
         """Books that an ingress replica has died, and its clients with it."""
@@ -199,7 +203,10 @@ class SessionTable:
 
     def _touch(self, key: tuple[str, str], session: _Session, num_more: int, now: float) -> None:
         session.num_open += num_more
-        if not session.num_open:
+        if session.num_open:
+            self._idle.pop(key, None)
+        else:
+            self._idle[key] = None
             for counts in self._counted(session):
                 counts.in_model_s += now - session.busy_since
         session.row.num_open, session.row.last_at = session.num_open, now
@@ -214,10 +221,10 @@ class SessionTable:
             session = self._sessions.get(key)
             ends = {} if session is None else session.ends
             return key, next((ends[each] for each in reversed(hashes) if each in ends), 0)
-        for each in reversed(hashes):
-            found = self._by_end.get((tenant, each))
-            if found is not None:
-                return found, self._sessions[found].ends[each]
+        ends_of = self._by_end.get(tenant, {})
+        if not ends_of.keys().isdisjoint(hashes):
+            end = next(each for each in reversed(hashes) if each in ends_of)
+            return ends_of[end], self._sessions[ends_of[end]].ends[end]
         self._num_found += 1
         return (tenant, f"#{self._num_found}"), 0
 
@@ -237,11 +244,18 @@ class SessionTable:
         session.ends[end] = len(hashes) * self._block_size
         session.ends.move_to_end(end)
         if not session.row.is_named:
-            self._by_end[tenant, end] = key
+            self._by_end.setdefault(tenant, {})[end] = key
         if len(session.ends) > KEPT_ENDS:
             old, _ = session.ends.popitem(last=False)
-            if self._by_end.get((tenant, old)) == key:
-                del self._by_end[tenant, old]
+            self._forget_end(key, old)
+
+    def _forget_end(self, key: tuple[str, str], end: int) -> None:
+        """Finds the session by this end no more, unless another one has the same end since."""
+        ends_of = self._by_end.get(key[0], {})
+        if ends_of.get(end) == key:
+            del ends_of[end]
+            if not ends_of:
+                del self._by_end[key[0]]
 
     def _answer_of(self, key: tuple[str, str], session: _Session, response_id: str) -> None:
         """Notes the id of an answer, by which a later request may say that it goes on."""
@@ -253,16 +267,13 @@ class SessionTable:
 
     def _shrink(self) -> None:
         """Forgets sessions beyond the bound that have no open request; what is open is bounded where it is let in."""
-        while len(self._sessions) > self._max_sessions:
-            key = next((key for key, each in self._sessions.items() if not each.num_open), None)
-            if key is None:
-                return
+        while self._idle and len(self._sessions) > self._max_sessions:
+            key, _ = self._idle.popitem(last=False)
             session = self._sessions.pop(key)
             for response_id in session.answers:
                 self._by_answer.pop((key[0], response_id), None)
             for end in session.ends:
-                if self._by_end.get((key[0], end)) == key:
-                    del self._by_end[key[0], end]
+                self._forget_end(key, end)
             self.num_forgotten += 1
 
     def check_integrity(self) -> None:
@@ -270,9 +281,11 @@ class SessionTable:
         counted: dict[tuple[str, str], int] = {}
         for turn in self._open.values():
             counted[turn.key] = counted.get(turn.key, 0) + 1
-        if counted != {key: each.num_open for key, each in self._sessions.items() if each.num_open}:
+        is_open = {key: each.num_open for key, each in self._sessions.items() if each.num_open}
+        if counted != is_open or self._idle.keys() != self._sessions.keys() - is_open:
             raise IntegrityError("sessions and their open requests disagree")
-        for (tenant, end), key in self._by_end.items():
+        found = ((tenant, *each) for tenant, ends_of in self._by_end.items() for each in ends_of.items())
+        for tenant, end, key in found:
             if key[0] != tenant or end not in self._sessions[key].ends:
                 raise IntegrityError(f"session {key} is found by an end that it does not have")
         if any(len(each.ends) > KEPT_ENDS for each in self._sessions.values()):

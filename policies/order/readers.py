@@ -24,6 +24,7 @@ were predicted in their order, jobs of the fourth kind go by arrival.
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from farsight.core.costs import StepCost, priced_rows
 from farsight.core.decisions import Facts
 from farsight.core.errors import InvalidValueError
 from farsight.policies.interfaces import ORDERS, Job, Order, ReplicaContext
-from farsight.policies.lengths.accuracy import PairAccuracy
 from farsight.policies.order.boosted import MAX_BOOST_S, SHARE_OF_KV, SPREAD, Boosted, boosts
 from farsight.policies.order.gittins import DecodePrice, FloatArray
 from farsight.policies.order.shadow import NO_ENDS, GuardTally, ShadowFcfs
@@ -70,7 +70,7 @@ _HELD, _LOST, _DUE, _FIRST, _GUARDED, _BEGUN, _BACK, _NEW, _OVER, _AHEAD = range
 class ReadersFirst(Boosted):
     """``Order`` by urgency, then by what clients see: the kinds of the module, in their order.
 
-    Costs are those of ``Boosted``; ``num_places`` is a few numpy operations over all jobs.
+    Costs are those of ``Boosted``.
 
     Args:
         price, theta, tail, max_boost_s: As in ``Boosted``.
@@ -95,10 +95,11 @@ class ReadersFirst(Boosted):
         self._reading_rate = reading_rate
         self._moves_with_time = True
         self._most = price.max_num_seqs
-        self._shadow, self._accuracy = ShadowFcfs(), PairAccuracy()
+        self._shadow, self._accuracy = ShadowFcfs(price.step, price.max_num_seqs), PairAccuracy()
         self._usual_len = USUAL_LEN
         self._rates: dict[str, float] = {}  # of jobs that are read as they come
         self._came: dict[str, int] = {}  # their output tokens by the latest report
+        self._first: set[str] = set()  # those without a token
 
     @property
     def tally(self) -> GuardTally:
@@ -111,26 +112,29 @@ class ReadersFirst(Boosted):
         return self._accuracy.share
 
     def add(self, job: Job, now: float) -> None:
-        found_s = float(self._column("expected").sum())
         super().add(job, now)
         if job.reading_rate is not None:
             self._rates[job.request_id] = rate = job.reading_rate or self._reading_rate
             self._came[job.request_id] = job.output_len
+            if not job.output_len:
+                self._first.add(job.request_id)
             row = self._known_row(job)
             self._table.put(row, "rate", rate)
             self._table.put(row, "read_by", now)
         if not job.output_len:
-            self._shadow.arrived(job.request_id, found_s, self._stay_s(job))
+            self._shadow.arrived(job.request_id, job.prompt_len, job.missing_len, job.arrived_at)
 
     def remove(self, job: Job) -> None:
         super().remove(job)
         self._rates.pop(job.request_id, None)
         self._came.pop(job.request_id, None)
+        self._first.discard(job.request_id)
 
     def ran(self, job: Job, duration_s: float, now: float) -> None:
         rate = self._rates.get(job.request_id)
         if rate is not None and job.output_len > (came := self._came[job.request_id]):
             self._came[job.request_id] = job.output_len
+            self._first.discard(job.request_id)
             row = self._known_row(job)
             began_at = now - duration_s if came else now  # a reader who has read all goes on with the first of these
             read_by = max(float(self._column("read_by")[row]), began_at) + (job.output_len - came) / rate
@@ -142,7 +146,7 @@ class ReadersFirst(Boosted):
         if censored and job.output_len < job.max_new_tokens:
             self._shadow.left(job.request_id)  # its client has left: nothing is known of its length
             return
-        self._shadow.ended(job.request_id, job.last_ran_at - job.arrived_at)
+        self._shadow.ended(job.request_id, job.output_len, job.last_ran_at - job.arrived_at, job.last_ran_at)
         self._accuracy.observe(self._work_s(job, self._predicted_len(job)), self._work_s(job, job.output_len))
         self._usual_len += FORGETTING * (job.output_len - self._usual_len)
 
@@ -159,17 +163,11 @@ class ReadersFirst(Boosted):
         token_s = step.decode_seq_s + context_s + step.base_s / self._num_rows
         return step.prefill_token_s * prompt_len + token_s * output_len
 
-    def _stay_s(self, job: Job) -> float:
-        """Returns the seconds from a job's first step to its end, among as many as have places."""
-        step, num_rows = self._price.step, self._num_rows
-        context_len = num_rows * (job.prompt_len + round(self._usual_len / 2))
-        step_s = step.step_s(0, num_rows, context_len)
-        return step.prefill_token_s * job.missing_len + self._predicted_len(job) * step_s
-
     def price(self, cost: StepCost, capacity: int) -> None:
         """Sets the step cost and the KV capacity; a full step is one of as many rows as have places by this price."""
         num_rows = priced_rows(cost, self._usual_len, self._most)
         self._price = DecodePrice(cost, num_rows, capacity, self._price.unit)
+        self._shadow.cost = cost
         self._mark_stale(slice(None))
 
     @property
@@ -178,8 +176,7 @@ class ReadersFirst(Boosted):
 
     def num_places(self, most: int, now: float) -> int:
         """Returns the places by price, and one more for each stream without a first token."""
-        is_first = (self._column("rate") > 0) & (self._column("generated") == 0)
-        return min(most, self._num_rows + int(np.count_nonzero(is_first)))
+        return min(most, self._num_rows + len(self._first))
 
     def _keys(self, rows: slice | NDArray[np.int64], now: float) -> list[NDArray[Any]]:
         self._asked_at = now
@@ -295,3 +292,46 @@ def build_readers(context: ReplicaContext) -> ReadersFirst:
         tail=TAIL * config.tail,
         reading_rate=config.reading_rate,
     )
+
+
+WINDOW = 200
+"""Latest ends over which the share is taken."""
+
+BESIDE = 32
+"""Ends before it that each end is compared with."""
+
+LEAST_ENDS = 50
+"""With fewer ends nothing is known."""
+
+
+class PairAccuracy:
+    """Share of ordered pairs; a pair of equal works tells nothing, a pair of equal predictions counts half."""
+
+    def __init__(self) -> None:
+        self._beside: deque[tuple[float, float]] = deque(maxlen=BESIDE)
+        self._counts: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+        self._right, self._pairs = 0.0, 0
+
+    @property
+    def share(self) -> float | None:
+        """Share of pairs in the right order, in [0, 1]; None while too few have ended."""
+        return self._right / self._pairs if len(self._counts) >= LEAST_ENDS and self._pairs else None
+
+    def observe(self, predicted: float, actual: float) -> None:
+        """Records an ended request: its work as predicted at its arrival, and as it was. O(BESIDE)."""
+        right, pairs = 0.0, 0
+        for other_predicted, other_actual in self._beside:
+            if other_actual != actual:
+                pairs += 1
+                if other_predicted == predicted:
+                    right += 0.5
+                else:
+                    right += (other_predicted < predicted) == (other_actual < actual)
+        self._beside.append((predicted, actual))
+        if len(self._counts) == WINDOW:
+            old_right, old_pairs = self._counts[0]
+            self._right -= old_right
+            self._pairs -= old_pairs
+        self._counts.append((right, pairs))
+        self._right += right
+        self._pairs += pairs

@@ -1,32 +1,38 @@
 """What order of arrival would have done on the same server: a shadow of it, and a guard that others are measured by.
 
-The work that waits on a server is the same under every order that never idles, so the unfinished work that a request
-finds, and its own stay, say when order of arrival would have ended it. A high quantile of these times, counted from a
-request's arrival, is its guard (Nudge: Grosof, Yang, Scully and Harchol-Balter, SIGMETRICS 2021, and its guarded
-variants: an order must not make the tail of arrival order longer). Lengths are unknown ahead, so that this is a guard
-and no promise; each end behind its guard is counted.
+The shadow gives its places in order of arrival, and all that have one share each step, as under ``fcfs``: so the tokens
+that each of them has got rise alike, and who began at ``v`` ends when they reach ``v`` and its length. A prompt holds
+all up for as long as it takes. The shadow goes no further than lengths are known: it waits for the server's end of each
+request that has a place in it.
 
-The shadow serves one after the other. Order of arrival on many places shares the replica: its short requests end
-earlier than in the shadow, its long ones later, so the seconds beside the shadow are not those beside such a server.
+A high quantile of the times from arrival to end is the guard of those who arrive later (Nudge: Grosof, Yang, Scully and
+Harchol-Balter, SIGMETRICS 2021, and its guarded variants: an order must not make the tail of arrival order longer).
+Lengths are unknown ahead, so that this is a guard and no promise; each end behind its guard is counted.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
+from farsight.core.costs import StepCost
+
 WINDOW = 1000
-"""Latest arrivals that the quantile is taken of."""
+"""Latest ends that the quantile is taken of."""
 
 LEVEL = 0.99
-LEAST_ARRIVALS = 50
-"""With fewer arrivals there is no guard."""
+LEAST_ENDS = 50
+"""With fewer ends there is no guard."""
 
 LOOK_EVERY = 8
-"""Arrivals between two computations of the quantile."""
+"""Ends between two computations of the quantile."""
+
+MAX_OPEN = 4096
+"""Most requests in the shadow; with more it is so far behind the server that it begins again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,47 +55,127 @@ NO_ENDS = GuardTally()
 """Before any has ended."""
 
 
-class ShadowFcfs:
-    """Times of arrival order, from the work that each request finds.
+@dataclass(slots=True)
+class _Row:
+    """A request of the shadow.
 
     Attributes:
-        guard_s: Seconds after its arrival that a request's guard stands at; infinity while too few have come.
+        began: The tokens that each place had got when it got one; infinite while it waits.
+        length, took_s: Its output tokens and its seconds on the server, once it has ended there.
     """
 
-    def __init__(self) -> None:
+    arrived_at: float
+    prompt_len: int
+    missing_len: int
+    guard_s: float
+    began: float = math.inf
+    length: int = 0
+    took_s: float | None = None
+
+
+class ShadowFcfs:
+    """Order of arrival on a server of ``places``; a call costs O(log requests) for each end in it since the last.
+
+    Attributes:
+        guard_s: Seconds after its arrival that a request's guard stands at; infinity while too few have ended.
+        tally: What has ended on both.
+    """
+
+    def __init__(self, cost: StepCost, places: int) -> None:
         self.guard_s = math.inf
         self.tally = NO_ENDS
+        self.cost = cost
+        self._places = places
         self._latest: deque[float] = deque(maxlen=WINDOW)
-        self._num_arrived = 0
-        self._open: dict[str, tuple[float, float]] = {}  # seconds of the shadow, and the guard as it stood
+        self._clear()
 
-    def arrived(self, request_id: str, found_s: float, stay_s: float) -> None:
+    def _clear(self) -> None:
+        self._now = self._tokens = 0.0
+        self._rows: dict[str, _Row] = {}
+        self._arrivals: deque[str] = deque()  # that the shadow has not come to
+        self._waiting: deque[str] = deque()
+        self._ends: list[tuple[float, str]] = []
+        self._num_running, self._context_len = 0, 0.0  # the context less the tokens that each of them has got
+
+    def arrived(self, request_id: str, prompt_len: int, missing_len: int, now: float) -> None:
         """Records an arrival.
 
         Args:
-            found_s: Unfinished work before it, in seconds of the replica.
-            stay_s: Seconds from its first step to its end.
+            missing_len: Prompt tokens to compute.
         """
-        self._latest.append(found_s + stay_s)
-        self._num_arrived += 1
-        if self._num_arrived >= LEAST_ARRIVALS and self._num_arrived % LOOK_EVERY == 0:
-            self.guard_s = float(np.quantile(np.array(self._latest), LEVEL))
-        self._open[request_id] = found_s + stay_s, self.guard_s
+        if len(self._rows) >= MAX_OPEN:
+            self._clear()
+        self._rows[request_id] = _Row(now, prompt_len, missing_len, self.guard_s)
+        self._arrivals.append(request_id)
 
-    def ended(self, request_id: str, took_s: float) -> None:
-        """Counts an end; unknown ids are ignored."""
-        told = self._open.pop(request_id, None)
-        if told is None:
-            return
-        shadow_s, guard_s = told
-        tally = self.tally
-        self.tally = GuardTally(
-            tally.num_ended + 1,
-            tally.num_violations + (took_s > guard_s),
-            tally.earlier_s + max(shadow_s - took_s, 0.0),
-            tally.later_s + max(took_s - shadow_s, 0.0),
-        )
+    def ended(self, request_id: str, output_len: int, took_s: float, now: float) -> None:
+        """Takes an end on the server, and counts it once the shadow has it too; unknown ids are ignored."""
+        row = self._rows.get(request_id)
+        if row is not None:
+            row.length, row.took_s = output_len, took_s
+            if row.began < math.inf:
+                heapq.heappush(self._ends, (row.began + output_len, request_id))
+            self._advance(now)
 
     def left(self, request_id: str) -> None:
         """Forgets a request that leaves without an end."""
-        self._open.pop(request_id, None)
+        row = self._rows.pop(request_id, None)
+        if row is not None and row.began < math.inf:
+            self._leave(row)
+
+    def _advance(self, until: float) -> None:
+        while len(self._ends) == self._num_running:  # the length of each that has a place is known
+            while self._arrivals and self._arrivals[0] not in self._rows:
+                self._arrivals.popleft()
+            arrives_at = self._rows[self._arrivals[0]].arrived_at if self._arrivals else math.inf
+            ends_at, first = self._ends[0] if self._ends else (math.inf, "")
+            at = self._now + (ends_at - self._tokens) * self._step_s()
+            if min(at, arrives_at) > until:
+                return
+            if arrives_at < at:
+                if arrives_at > self._now:
+                    self._tokens += (arrives_at - self._now) / self._step_s() if self._num_running else 0.0
+                    self._now = arrives_at
+                self._waiting.append(self._arrivals.popleft())
+                self._fill()
+                continue
+            heapq.heappop(self._ends)
+            self._tokens, self._now = ends_at, at
+            row = self._rows.pop(first)
+            self._count(row, at - row.arrived_at)
+            self._leave(row)
+
+    def _step_s(self) -> float:
+        context_len = self._context_len + self._num_running * self._tokens
+        return self.cost.step_s(0, self._num_running, round(context_len))
+
+    def _leave(self, row: _Row) -> None:
+        self._num_running -= 1
+        self._context_len -= row.prompt_len - row.began
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and self._num_running < self._places:
+            request_id = self._waiting.popleft()
+            row = self._rows.get(request_id)
+            if row is None:
+                continue
+            row.began = self._tokens
+            self._num_running += 1
+            self._context_len += row.prompt_len - row.began
+            self._now += self.cost.prefill_token_s * row.missing_len
+            if row.took_s is not None:
+                heapq.heappush(self._ends, (row.began + row.length, request_id))
+
+    def _count(self, row: _Row, shadow_s: float) -> None:
+        assert row.took_s is not None
+        self._latest.append(shadow_s)
+        tally = self.tally
+        self.tally = GuardTally(
+            tally.num_ended + 1,
+            tally.num_violations + (row.took_s > row.guard_s),
+            tally.earlier_s + max(shadow_s - row.took_s, 0.0),
+            tally.later_s + max(row.took_s - shadow_s, 0.0),
+        )
+        if self.tally.num_ended >= LEAST_ENDS and self.tally.num_ended % LOOK_EVERY == 0:
+            self.guard_s = float(np.quantile(np.array(self._latest), LEVEL))

@@ -1,15 +1,24 @@
-"""Predictions of a replica's scheduler when its requests end, and what it learns from their ends."""
+"""When a replica's requests end: predictions, what is learned from the ends, and the latest starts that targets allow.
+
+Just enough service for requests with latency targets: they wait as others do until their latest start, which is the
+last instant at which the job still meets its target if it is served at once and its length is the upper quantile of its
+law (the idea of JITServe, arXiv 2504.20068). From then on the job goes before the others of its tenant and class;
+before that it has the rank that the preset's order gives it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from farsight.core.costs import StepCost, attention_pairs
-from farsight.policies.interfaces import Job
+from farsight.policies.interfaces import Job, ScheduledRequest
 from farsight.policies.outlook.calibration import OnlineCalibration, Raw
-from farsight.policies.outlook.rollout import QueueState, RecentTraffic, RemainingLaws, RollOut
+from farsight.policies.outlook.rollout import FloatArray, QueueState, RecentTraffic, RemainingLaws, RollOut, drawn
 
 NUM_ARRIVALS = 32
 """Latest arrivals from which the arrival rate and the usual batch size are taken: load changes within seconds."""
@@ -143,3 +152,126 @@ class _RunningMean:
     def add(self, value: float) -> None:
         self._num += 1
         self.mean += (value - self.mean) / min(self._num, self._memory)
+
+
+LEVEL = 0.9
+"""Quantile of a job's length with which the job must still meet its target."""
+
+LOOK_S = 0.1
+"""Most seconds until latest starts are computed again: lengths, prices and neighbours change."""
+
+STEPS_AHEAD = 2
+"""Steps with a long prompt by which a job is due before its latest start: one is under way, another may begin."""
+
+MOST_PROMPT = 2048
+"""Most prompt tokens of a step that are allowed for: few devices take more at once."""
+
+SLOWER = 1.1
+"""Factor on the seconds of a step as of now: prompts of newcomers come in bursts."""
+
+FADING = 0.99
+"""Factor by which the remembered longest prompt shrinks at each arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePace:
+    """How fast a job would be served now.
+
+    Attributes:
+        cost: What a step costs.
+        step_s: Seconds of a step: the mean that the running jobs had, or the cost of a step with one job more,
+            whichever is longer, times ``SLOWER``.
+    """
+
+    cost: StepCost
+    step_s: float
+
+    @classmethod
+    def beside(cls, running: Sequence[Job], cost: StepCost, most: int) -> ServicePace:
+        """Returns the pace of one job beside those that run, with at most ``most`` jobs in a step."""
+        num = min(most, len(running) + 1)
+        contexts = sum(job.prompt_len + job.output_len for job in running)
+        step_s = cost.step_s(0, num, contexts * num // max(1, len(running)))
+        tokens = ran_s = 0.0
+        for job in running:
+            if isinstance(job, ScheduledRequest) and job.output_len > 0:
+                tokens += job.output_len
+                ran_s += job.ran_s
+        return cls(cost, SLOWER * max(step_s, ran_s / tokens if tokens else 0.0))
+
+    def prompt_s(self, job: Job) -> float:
+        """Returns the seconds until the job's prompt is computed; 0 if the job decodes."""
+        if job.decodes:
+            return 0.0
+        return self.cost.prefill_s(job.missing_len, min(job.cached_len, job.prompt_len))
+
+
+class JustEnough:
+    """Finds the jobs whose latest start has come. O(jobs with a target) every ``LOOK_S``, else O(1).
+
+    Args:
+        laws: Laws of the tokens still to come.
+        lead_s: Seconds between a decision and the worker's next step.
+
+    Attributes:
+        due: Jobs whose latest start has come, by id.
+    """
+
+    def __init__(self, laws: RemainingLaws, lead_s: float) -> None:
+        self.due: dict[str, ScheduledRequest] = {}
+        self._laws, self._lead_s = laws, lead_s
+        self._with_targets: dict[str, ScheduledRequest] = {}
+        self._began: dict[str, float] = {}  # instants at which first tokens were seen
+        self._looks_at = math.inf
+        self._longest = 0.0  # longest recent prompt, in tokens
+
+    def add(self, job: ScheduledRequest, now: float) -> None:
+        """Adds a job that has come, with or without a target."""
+        self._longest = max(FADING * self._longest, min(job.missing_len, MOST_PROMPT))
+        if job.request.wants_speed:
+            self._with_targets[job.request_id] = job
+            self._looks_at = now
+
+    def remove(self, request_id: str) -> None:
+        """Removes a job that has left; unknown ids are ignored."""
+        if self._with_targets or self.due:
+            self._with_targets.pop(request_id, None)
+            self.due.pop(request_id, None)
+            self._began.pop(request_id, None)
+
+    def is_to_look(self, now: float) -> bool:
+        """Returns whether it is time to call ``became_due``."""
+        return bool(self._with_targets) and now >= self._looks_at
+
+    def became_due(self, pace: ServicePace, now: float) -> list[tuple[ScheduledRequest, float]]:
+        """Moves the jobs whose latest start has come into ``due``; returns them with their latest starts."""
+        jobs = list(self._with_targets.values())
+        latest = self.latest_starts(jobs, pace, now)
+        found = [(job, at) for job, at in zip(jobs, latest, strict=True) if at <= now]
+        for job, _ in found:
+            self.due[job.request_id] = self._with_targets.pop(job.request_id)
+        self._looks_at = min(min((at for at in latest if at > now), default=math.inf), now + LOOK_S)
+        return found
+
+    def latest_starts(self, jobs: Sequence[ScheduledRequest], pace: ServicePace, now: float) -> list[float]:
+        """Returns the latest start of each job, as an instant."""
+        tokens = self._tokens([job for job in jobs if job.request.deadline_s is not None])
+        margin_s = self._lead_s + STEPS_AHEAD * (pace.step_s + pace.cost.prefill_token_s * self._longest)
+        return [self._latest(job, tokens.get(job.request_id, 0.0), pace, now) - margin_s for job in jobs]
+
+    def _tokens(self, jobs: Sequence[ScheduledRequest]) -> dict[str, float]:
+        if not jobs:
+            return {}
+        levels: FloatArray = np.full((len(jobs), 1), LEVEL)
+        left = drawn(*self._laws.remaining(jobs), levels)[:, 0]
+        return {job.request_id: float(num) for job, num in zip(jobs, left, strict=True)}
+
+    def _latest(self, job: ScheduledRequest, tokens: float, pace: ServicePace, now: float) -> float:
+        request, prompt_s = job.request, pace.prompt_s(job)
+        latest = math.inf
+        if request.deadline_s is not None:
+            latest = job.arrived_at + request.deadline_s - prompt_s - tokens * pace.step_s
+        if job.output_len == 0:
+            return min(latest, job.arrived_at + request.slo.ttft_s - prompt_s)
+        began_at = self._began.setdefault(job.request_id, now)
+        return min(latest, began_at + request.slo.tpot_s * job.output_len - prompt_s)

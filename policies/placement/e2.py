@@ -11,8 +11,7 @@ import numpy as np
 from farsight.core.config.scheduling import PlacementConfig
 from farsight.core.request import Request
 from farsight.policies.placement.base import PLACEMENTS, Choice, ReplicaLoad
-from farsight.policies.placement.e2_profiles import Regressions, from_step_cost
-from farsight.policies.placement.load_cost import Query
+from farsight.policies.placement.load_cost import Query, Regressions, from_step_cost
 from farsight.policies.placement.prefix_loads import PrefixLoads, PrefixPlacement
 from farsight.policies.placement.prefix_tree import Path, PrefixNode
 from farsight.policies.placement.replica_slots import bits, is_single

@@ -15,8 +15,7 @@ from farsight.core.costs import StepCost
 from farsight.core.forecast import Forecast
 from farsight.core.request import Request
 from farsight.policies.placement.base import PLACEMENTS, Choice, ReplicaLoad
-from farsight.policies.placement.e2_profiles import from_step_cost
-from farsight.policies.placement.load_cost import Query
+from farsight.policies.placement.load_cost import Query, from_step_cost
 from farsight.policies.placement.prefix_loads import MAX_TREE_BYTES, PrefixLoads, PrefixPlacement
 from farsight.policies.placement.prefix_tree import Path
 from farsight.policies.placement.replica_slots import Floats

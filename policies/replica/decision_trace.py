@@ -115,6 +115,12 @@ class Accounts:
         closed, self._closed = self._closed, []
         return closed
 
+    def reclaim(self, request_id: str) -> Account | None:
+        """Takes the account that was closed last, if it is this request's: it goes on elsewhere."""
+        if self._closed and self._closed[-1].request.request_id == request_id:
+            return self._closed.pop()
+        return None
+
     def of(self, response_id: str) -> Iterator[Account]:
         """Yields the open accounts of one answer. O(requests)."""
         for account in self._open.values():
@@ -224,7 +230,7 @@ class DecisionTrace:
         if ahead:
             scheduled.waits_since, scheduled.waits_for = now, "turn"
         if not ahead:
-            facts.update(self._admission.explain(scheduled, now))
+            facts.update(self._admission.explain(scheduled, now) if fact.room is None else fact.room)
         if returns:
             facts["host_tokens"] = scheduled.host_len
             if ahead:

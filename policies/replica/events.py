@@ -53,6 +53,13 @@ class RequestsAborted:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestsRecalled:
+    """These attempts are to be given back, if no plan has named them yet."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReported:
     report: StepReport
 
@@ -114,6 +121,7 @@ Event = (
     | WorkerLost
     | RequestsArrived
     | RequestsAborted
+    | RequestsRecalled
     | WorkerReported
     | CostLearned
     | ForecastsArrived
@@ -201,6 +209,14 @@ class AccountClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestGivenBack:
+    """A request that no plan has named is no longer here; its account goes with it, if it has one."""
+
+    request: Request
+    account: AccountClosed | None
+
+
+@dataclass(frozen=True, slots=True)
 class PromisesMade:
     """The answer to ``PromisesAsked``; empty before steps have been measured."""
 
@@ -216,6 +232,7 @@ Instruction = (
     | RequestEnded
     | BatchBroken
     | AccountClosed
+    | RequestGivenBack
     | PromisesMade
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from farsight.core.decisions import Facts
 from farsight.core.messages.kv import Brought
 from farsight.core.request import Request, SequenceStatus
 from farsight.policies.interfaces import Job, ScheduledRequest
@@ -64,11 +65,13 @@ class Admitted(Fact):
     Attributes:
         returns: Its KV comes back from the host ...
         ahead: ... ahead of its turn, as the KV policy has called it back.
+        room: The numbers by which all requests here fit; None if admission was asked.
     """
 
     scheduled: ScheduledRequest
     returns: bool
     ahead: bool
+    room: Facts | None = None
 
 
 @dataclass(slots=True, eq=False)

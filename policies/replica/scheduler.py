@@ -18,10 +18,9 @@ from farsight.core.messages.requests import Key, Promise
 from farsight.core.request import Request, Residency, SequenceStatus
 from farsight.kvcache.cache_journal import CacheMirror
 from farsight.policies.interfaces import ReplicaPolicies, ScheduledRequest
-from farsight.policies.outlook.just_enough import JustEnough, ServicePace
-from farsight.policies.outlook.promises import Outlook, PromiseMaker, ReplicaJobs
+from farsight.policies.outlook.promises import JustEnough, Outlook, PromiseMaker, ReplicaJobs, ServicePace
 from farsight.policies.outlook.rollout import MAX_LISTED
-from farsight.policies.replica.decision_trace import Account, DecisionTrace, promise_facts
+from farsight.policies.replica.decision_trace import Account, DecisionTrace, account_closed, promise_facts
 from farsight.policies.replica.events import (
     AskOffload,
     BatchBroken,
@@ -36,8 +35,10 @@ from farsight.policies.replica.events import (
     PromisesMade,
     RefuseRequest,
     RequestEnded,
+    RequestGivenBack,
     RequestsAborted,
     RequestsArrived,
+    RequestsRecalled,
     RequestStarted,
     SendPlan,
     StepsRan,
@@ -247,6 +248,8 @@ class ReplicaScheduler:
                 return self._book_arrivals(event, now)
             case RequestsAborted():
                 return self._book_aborts(event.keys)
+            case RequestsRecalled():
+                return self._book_recalls(event.keys, now)
             case ForecastsArrived():
                 return self._book_forecasts(event.made)
             case CostLearned():
@@ -299,6 +302,18 @@ class ReplicaScheduler:
             scheduled = self._mirror.requests.get(request_id)
             if scheduled is not None and scheduled.request.attempt <= attempt:
                 yield from self._forget(request_id, "aborted")
+
+    def _book_recalls(self, keys: Iterable[Key], now: float) -> Iterator[Fact | Instruction]:
+        """Gives back the attempts that no plan of this lease has named: no worker has them, or can get them later."""
+        for request_id, attempt in keys:
+            scheduled = self._mirror.requests.get(request_id)
+            if scheduled is None or scheduled.request.attempt != attempt or scheduled.shipped_in is not None:
+                continue
+            if request_id not in self._mirror.admitted:
+                yield from self._forget(request_id, "recalled")
+                account = self._trace.accounts.reclaim(request_id)
+                given = scheduled.request.aged(now - scheduled.arrived_at)
+                yield RequestGivenBack(given, None if account is None else account_closed(account))
 
     def _forget(self, request_id: str, why: str) -> Iterator[Fact]:
         scheduled = self._let_go(request_id)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from farsight.core.decisions import Facts
 from farsight.core.errors import IntegrityError
 from farsight.core.messages.kv import OffloadOrders, OffloadQuestion
 from farsight.core.request import Residency
 from farsight.policies.interfaces import Admission, Job, KvMoves, KvView, RanksSome, ReplicaPolicies, ScheduledRequest
 from farsight.policies.order.offload_orders import ask
-from farsight.policies.replica import flex
 from farsight.policies.replica.facts import Admitted, Evicted, Fact, NotAdmitted
 from farsight.policies.replica.mirror import WorkerMirror
 from farsight.policies.replica.order_check import OffloadClient, standing_orders
-from farsight.policies.replica.places import PlaceLimit
+from farsight.policies.replica.places import (
+    PlaceLimit,
+    all_stream,
+    due_first,
+    next_blocks,
+    step_aside,
+    with_room,
+)
 from farsight.policies.tenancy.fair_shares import FairShares
 
 
@@ -214,9 +220,12 @@ class StepSelector:
         """Decides a scheduling point, with a worker; returns False if all jobs here must go: a batch has no room."""
         mirror = self._mirror
         self._places.num = self.order.num_places(self._places.most, now)
-        at_once = self._all_at_once()
-        if at_once is not None:
-            self.running, self._lets_start = at_once, False
+        if (at_once := self._all_at_once()) is not None:
+            self.running, room = at_once
+            for job in self.running if room else ():
+                if job.request_id not in mirror.admitted:
+                    yield self._admit(job, room=room)
+            self._lets_start = bool(room)
             return (yield from self._finish(KvMoves(), now))
         self.order.refresh(now)
         selection = self._select(now)
@@ -292,18 +301,29 @@ class StepSelector:
             return 0
         return -(-self.admission.reserve(worker.num_blocks * worker.block_size) // worker.block_size)
 
-    def _all_at_once(self) -> list[Job] | None:
-        """Returns all jobs if no request waits and memory suffices, so that few clients pay for no ranks; else None."""
-        mirror = self._mirror
-        if mirror.num_waiting or mirror.short_blocks or mirror.flex or self._due:
+    def _all_at_once(self) -> tuple[list[Job], Facts] | None:
+        """Returns all jobs if places and memory suffice, so that few clients pay for no ranks; else None.
+
+        Returns:
+            The jobs, the last of which gives way if the worker runs short of blocks; and where some of them wait, the
+            numbers by which memory lasts for all at their limits, whatever admission foresees.
+        """
+        mirror, room = self._mirror, dict[str, float | str]()
+        if len(mirror.requests) > self._places.num or mirror.short_blocks or mirror.flex or self._due:
             return None
         if self.kv.watches or not self.order.ranks_on_demand:
             return None
-        running: list[Job] = [each for each in mirror.admitted.values() if not each.stalled]
-        next_len = sum([job.prompt_len + job.output_len + 1 for job in running])
-        if len(running) > self._places.num or next_len > mirror.capacity():
+        capacity = mirror.capacity()
+        if mirror.num_waiting:
+            longest = sum([each.prompt_len + each.max_new_tokens for each in mirror.requests.values()])
+            limit = capacity - self.admission.reserve(capacity)
+            if mirror.hosted or longest >= limit or not self.admission.admits_what_fits:
+                return None
+            room = {"longest_tokens": longest, "limit_tokens": limit, "capacity_tokens": capacity}
+        running: list[Job] = [each for each in mirror.requests.values() if not each.stalled]
+        if not room and sum([job.prompt_len + job.output_len + 1 for job in running]) > capacity:
             return None
-        return sorted(running, key=lambda job: job.urgency)  # the last gives way if the worker runs short of blocks
+        return sorted(running, key=lambda job: job.urgency), room
 
     def _select(self, now: float) -> Selection:
         """Selects the jobs to execute next; jobs whose clients do not read are left out."""
@@ -325,11 +345,11 @@ class StepSelector:
         worker = mirror.worker
         assert worker is not None
         firm = [job for job in (*mirror.admitted.values(), *selection.newcomers) if not job.is_flex]
-        used = self.reserve_blocks() + sum(flex.next_blocks(job, worker.block_size) for job in firm)
+        used = self.reserve_blocks() + sum(next_blocks(job, worker.block_size) for job in firm)
         spare = [each for each in mirror.flex.values() if each.request_id in mirror.admitted]
-        kept = flex.with_room(spare, mirror.num_blocks - used, worker.block_size)
+        kept = with_room(spare, mirror.num_blocks - used, worker.block_size)
         selection.displaced = spare[len(kept) :]
-        waits = is_behind or not flex.all_stream(selection.running) or self._firm_waits(now)
+        waits = is_behind or not all_stream(selection.running) or self._firm_waits(now)
         for each in kept:
             each.rests = waits
         room = self._places.num - len(selection.running)
@@ -367,7 +387,7 @@ class StepSelector:
         if mirror.short_blocks > 0:  # the last lose their KV: those of the tenant that is furthest ahead
             residents = self._shares.arranged(residents)
         if not self.order.preemptive and (mirror.num_waiting == 0 or (mirror.is_answering and not self.kv.evicts)):
-            return Selection(self._due_first(residents))  # freed blocks are for the jobs that needed them
+            return Selection(due_first(residents))  # freed blocks are for the jobs that needed them
         selector = Selector(
             self.admission,
             self._places.num,
@@ -379,7 +399,7 @@ class StepSelector:
             scheduled = mirror.requests
             ranked = self._shares.ranked(self.order, now, lambda job: not scheduled[job.request_id].stalled)
             return selector.select(self._firm(ranked), admitted, fixed, lambda: self._holders(now))
-        first, aside = self._aside(self._due_first(residents)) if self._due else (residents, [])
+        first, aside = self._aside(due_first(residents)) if self._due else (residents, [])
         taken = {job.request_id for job in first} if aside else ()
         others = (job for job in self._firm(self.waiting(now)) if job.request_id not in taken)
         selection = selector.select(itertools.chain(first, others), admitted, fixed)
@@ -402,31 +422,10 @@ class StepSelector:
         """Leaves out flex jobs, which every ranking has behind the firm ones, if they yield."""
         return itertools.takewhile(lambda job: not job.is_flex, ranked) if self._yields_to_firm else ranked
 
-    @staticmethod
-    def _due_first(residents: list[Job]) -> list[Job]:
-        if all(job.deadline_at == math.inf for job in residents):
-            return residents
-        return sorted(residents, key=_deadline)
-
     def _aside(self, residents: list[Job]) -> tuple[list[Job], list[Job]]:
-        """Lets residents step aside for waiting jobs of their tenant that are due, while there is no place.
-
-        Returns:
-            Residents and due jobs, best first; and the jobs that stepped aside, which keep their KV and go on as soon
-            as there is a place.
-        """
         admitted = self._mirror.admitted
-        late = sorted((job for rid, job in self._due.items() if rid not in admitted and not job.stalled), key=_deadline)
-        room = max(0, self._places.num - len(residents))
-        first, aside = list(residents), list[Job]()
-        for job in late[room:]:
-            victims = (each for each in reversed(first) if _may_step_aside(each, job))
-            victim = next(victims, None)
-            if victim is not None:
-                first.remove(victim)
-                first.append(job)
-                aside.append(victim)
-        return first, aside[::-1]
+        due: list[Job] = [job for rid, job in self._due.items() if rid not in admitted and not job.stalled]
+        return step_aside(residents, due, max(0, self._places.num - len(residents)))
 
     def _holders(self, now: float) -> list[Job]:
         """Returns the jobs with a place or with KV whose clients read, best first."""
@@ -447,14 +446,14 @@ class StepSelector:
         for job in moves.upload:
             yield self._admit(job, ahead=True)
 
-    def _admit(self, job: Job, *, ahead: bool = False) -> Admitted:
+    def _admit(self, job: Job, *, ahead: bool = False, room: Facts | None = None) -> Admitted:
         mirror = self._mirror
         scheduled = mirror.admitted[job.request_id] = mirror.requests[job.request_id]
         scheduled.told = None
         returns = scheduled.residency is Residency.HOST
         if returns:
             mirror.move(scheduled, Residency.DEVICE)
-        return Admitted(scheduled, returns, ahead)
+        return Admitted(scheduled, returns, ahead, room)
 
     def _preempt(self, job: Job, to: Residency, *, answers: bool = True) -> Iterator[Fact]:
         """Takes the job's place away; its KV is moved to the host, or dropped wherever it is.
@@ -490,11 +489,3 @@ class StepSelector:
         """Raises IntegrityError unless all jobs that are to execute have places."""
         if not {job.request_id for job in self.running} <= self._mirror.admitted.keys():
             raise IntegrityError("a request that is not admitted is to execute")
-
-
-def _deadline(job: Job) -> float:
-    return job.deadline_at
-
-
-def _may_step_aside(job: Job, due: Job) -> bool:
-    return job.tenant == due.tenant and job.priority >= due.priority and job.deadline_at == math.inf and job.is_resident

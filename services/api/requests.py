@@ -22,6 +22,7 @@ from farsight.services.api.structured import Constraint
 from farsight.services.api.text.grammars import chat_grammar, own_grammar
 from farsight.services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder, of_chat, of_completion
 from farsight.tokenization.tool_formats.parts import OutputForm
+from farsight.tokenization.tool_formats.regions import text_arguments
 
 DEFAULT_MAX_TOKENS = 16
 _THREAD_FROM_CHARS = 16_384
@@ -174,6 +175,7 @@ def _of_chat(body: ChatCompletionRequest, text: str, model: ModelInfo, encoder: 
         shows_reasoning=body.include_reasoning is not False,
         reasons=not (body.continue_final_message or _follows_text(body.constraint)),
         custom=body.custom_tools,
+        texts=[pair for tool in body.usable_tools for pair in text_arguments(tool.name, tool.parameters)],
     )
     request = _request(body, prompt_ids, limit, room, model, encoder, form)
     request = _scored(request, logprobs, False, body.prompt_logprobs)

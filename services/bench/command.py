@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from farsight.core.errors import ConfigError, FarsightError
+from farsight.core.errors import ConfigError
+from farsight.services.one_line_errors import failing_by_flag
 from farsight.services.server_address import HostOption, PortOption, server_url
 
 KEY_VARIABLES = ["FARSIGHT_BENCH_API_KEY", "FARSIGHT_API_KEY"]
@@ -104,7 +105,7 @@ def bench(
     from farsight.services.bench.compare import num_errors, run_bench
     from farsight.services.bench.options import CHATS, BenchOptions
 
-    try:
+    with failing_by_flag():
         del given["host"], given["port"]
         given |= {"url": url or [server_url(host, port)], "concurrency": _counts(concurrency)}
         fields: dict[str, Any] = dict(CHATS) if chat_texts is not None else {}
@@ -112,11 +113,6 @@ def bench(
             if value is not None:
                 fields[name] = tuple(value) if isinstance(value, list) else value
         record = run_bench(BenchOptions(**fields), typer.echo)
-    except FarsightError as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
     if num_errors(record):
         raise typer.Exit(1)
 

@@ -43,27 +43,6 @@ class ProcessTree:
                 continue
         return total
 
-    def cpu_by_process(self) -> dict[str, float]:
-        """CPU seconds by pid and title."""
-        used = {}
-        for process in self.processes():
-            try:
-                title = " ".join(process.cmdline()[:3])[-60:] or process.name()
-                used[f"{process.pid} {title}"] = sum(process.cpu_times()[:2])
-            except psutil.NoSuchProcess:
-                continue
-        return used
-
-    def pss_bytes(self) -> int:
-        """Memory in bytes; each shared page is divided among the processes that share it."""
-        total = 0
-        for process in self.processes():
-            try:
-                total += process.memory_full_info().pss
-            except psutil.NoSuchProcess:
-                continue
-        return total
-
 
 def machine_cpu_s() -> float:
     """CPU seconds that the whole machine has worked since it started."""

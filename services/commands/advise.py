@@ -14,6 +14,7 @@ import typer
 from farsight.core.errors import ConfigError
 from farsight.services.commands.ask import JsonOption
 from farsight.services.commands.simulate import (
+    FLAGS,
     ConfigOption,
     GpuOption,
     KvTokensOption,
@@ -26,12 +27,11 @@ from farsight.services.commands.simulate import (
     TensorParallelOption,
     experiment_of,
     hardware,
-    one_line_errors,
     preset_names,
     say_if_pictures_cost_nothing,
-    wide_console,
 )
-from farsight.services.progress import progress_bar
+from farsight.services.one_line_errors import failing_by_flag
+from farsight.services.progress import progress_bar, wide_console
 from farsight.services.words import counted
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def advise(
     as_json: JsonOption = False,
 ) -> None:
     """Try presets and numbers of replicas on a traffic in virtual time, and say which to run and why."""
-    with one_line_errors():
+    with failing_by_flag(FLAGS):
         if not 0 < good <= 1:
             raise ConfigError("--good", good, "a share above 0, at most 1")
         from farsight.simulator.advice import advise as judge

@@ -12,14 +12,15 @@ import typer
 from farsight.core.errors import ConfigError
 from farsight.services.commands.ask import JsonOption
 from farsight.services.commands.train import (
+    FLAGS,
     DataArgument,
     DeviceOption,
     StrictOption,
     TokenizerOption,
-    one_line_errors,
     report_rejected,
 )
-from farsight.services.progress import hide_downloads, progress_bar
+from farsight.services.one_line_errors import failing_by_flag
+from farsight.services.progress import hide_downloads, progress_bar, wide_console
 
 if TYPE_CHECKING:
     from farsight.core.forecast import Forecast
@@ -50,7 +51,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a predictor of output lengths: errors, ranking, and calibration of its quantiles."""
-    with one_line_errors():
+    with failing_by_flag(FLAGS):
         if plot is not None:
             _check_plot(plot)
         if as_json:
@@ -129,7 +130,6 @@ def _scores(
 
 
 def _print(scores: Scores, tasks: dict[str, Scores]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(
@@ -139,7 +139,4 @@ def _print(scores: Scores, tasks: dict[str, Scores]) -> None:
         errors = [f"{value:.1f}" for value in (each.rmse, each.mae)]
         covered = [f"{share:.1%}" for share in each.coverage.values()]
         table.add_row(name, str(each.n), *errors, f"{each.tau:.3f}", f"{each.pinball:.2f}", *covered)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # A pipe has no width; a wide table avoids cut cells.
-    console.print(table)
+    wide_console().print(table)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farsight.core.errors import ConfigError, FarsightError
+from farsight.core.errors import ConfigError
 from farsight.services.commands.ask import ApiKeyOption, JsonOption, ask, key_for
 from farsight.services.commands.simulate import (
     ConfigOption,
@@ -21,6 +21,8 @@ from farsight.services.commands.simulate import (
     ReplicasOption,
     check_counts,
 )
+from farsight.services.one_line_errors import failing_in_one_line
+from farsight.services.progress import wide_console
 from farsight.services.server_address import HostOption, PortOption, UrlOption, address_of
 from farsight.services.words import counted
 
@@ -124,7 +126,7 @@ def explain(
     config: ConfigOption = None,
 ) -> None:
     """Show the decisions about a request, their times and the numbers behind them, or what would have been."""
-    try:
+    with failing_in_one_line():
         check_counts({"--replicas": replicas, "--kv-tokens": kv_tokens, "--max-num-seqs": max_num_seqs})
         address = address_of(url, host, port)
         found = _ask(address, response_id, api_key)
@@ -138,9 +140,6 @@ def explain(
             for each in answers:
                 typer.echo(json.dumps(each) if as_json else sentence(each))
             return
-    except FarsightError as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(found))
     else:
@@ -168,11 +167,7 @@ def _what_if(url: str, found: dict[str, Any], change: str, api_key: str | None) 
 
 def print_explanation(found: dict[str, Any]) -> None:
     """Prints an ``Explanation``, as JSON has it: a timeline for each choice."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = wide_console(highlight=False)
     for choice in found["choices"]:
         if len(found["choices"]) > 1:
             console.print(f"[bold]choice {choice['index']}[/bold]")

@@ -16,6 +16,7 @@ from farsight.services.api.access.key_file import KeyFile, changed_key_file, che
 from farsight.services.api.access.keys import Role, Tenant, make_key
 from farsight.services.commands.ask import JsonOption
 from farsight.services.one_line_errors import failing_in_one_line, naming_flags
+from farsight.services.progress import wide_console
 
 FILE_VARIABLE = "FARSIGHT_KEY_FILE"
 
@@ -132,7 +133,6 @@ def _shown_limits(tenant: Tenant) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("name", "id", "tenant", "roles", "made", "limits of the tenant")
@@ -140,7 +140,4 @@ def _print(rows: list[dict[str, Any]]) -> None:
         limits = ", ".join(f"{key} {value}" for key, value in row["limits"].items()) or "-"
         made = f"{datetime.fromtimestamp(row['created_at']):%Y-%m-%d %H:%M}"
         table.add_row(row["name"], row["id"], row["tenant"], ", ".join(row["roles"]), made, limits)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # A pipe has no width; 200 columns avoid cut cells.
-    console.print(table)
+    wide_console().print(table)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from farsight.core.config.engine import EngineConfig
-from farsight.core.errors import ConfigError, FarsightError
+from farsight.core.errors import ConfigError
 from farsight.core.processors import compute_threads, usable_processors
 from farsight.services.commands.ask import JsonOption
-from farsight.services.one_line_errors import naming_flags
-from farsight.services.progress import hide_downloads, progress_bar, share_bar
+from farsight.services.one_line_errors import failing_by_flag, naming_flags
+from farsight.services.progress import hide_downloads, progress_bar, share_bar, wide_console
 
 if TYPE_CHECKING:
     from farsight.engine.steps.model_runner import ModelRunner
@@ -42,16 +42,11 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Measure step times on this machine, for `farsight simulate --profile`."""
-    try:
+    with failing_by_flag():
         given: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "num_threads": threads}
         with naming_flags({"engine": given}):
             engine = EngineConfig(**given, prefix_cache=False)
         _profile(out, model, dtype, engine, rounds, as_json)
-    except (FarsightError, OSError) as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
 
 
 def _profile(out: Path, model: str | None, dtype: str, engine: EngineConfig, rounds: int, as_json: bool) -> None:
@@ -137,14 +132,11 @@ def _processor() -> str:
 
 def _print(found: ProfileFile, steps: list[MeasuredStep]) -> None:
     import numpy as np
-    from rich.console import Console
     from rich.table import Table
 
     from farsight.services.commands.step_bench import fit_steps, is_held_back, relative_errors
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
+    console = wide_console()
     prices = Table("price", "seconds", title="What a step costs")
     for name in ("base_s", "prefill_token_s", "decode_seq_s", "context_token_s", "prefill_pair_s"):
         prices.add_row(name.removesuffix("_s"), f"{getattr(found, name):.3e}")

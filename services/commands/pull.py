@@ -15,6 +15,7 @@ from farsight.engine.checkpoint.catalogue import PublishedModel, catalogue, mode
 from farsight.services.commands.ask import JsonOption
 from farsight.services.commands.model_sources import Say, fetch, partial_file
 from farsight.services.one_line_errors import failing_in_one_line
+from farsight.services.progress import wide_console
 
 
 def pull(
@@ -68,16 +69,12 @@ def models(as_json: JsonOption = False) -> None:
         listed = [{**asdict(model), "here": here, "path": str(directory / model.file)} for model, here in rows]
         typer.echo(json.dumps(listed))
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("name", "here", "size", "licence", "what it is")
     for model, here in rows:
         table.add_row(model.name, here, model.size, model.licence, model.about)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)
+    wide_console().print(table)
     typer.echo(f"They lie in {directory}; FARSIGHT_MODELS names another directory.")
     typer.echo("Download: farsight pull NAME   Serve: farsight serve NAME, which downloads it as well")
     typer.echo("Without a download: farsight serve (the embedded model), farsight serve embedded-vision")

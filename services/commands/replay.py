@@ -15,6 +15,7 @@ from farsight.core.config.engine import parse_memory
 from farsight.core.errors import ConfigError
 from farsight.services.commands.ask import JsonOption
 from farsight.services.commands.simulate import (
+    FLAGS,
     ConfigOption,
     GpuOption,
     KvTokensOption,
@@ -26,11 +27,10 @@ from farsight.services.commands.simulate import (
     check_counts,
     experiment_of,
     hardware,
-    one_line_errors,
     preset_names,
-    wide_console,
 )
-from farsight.services.progress import progress_bar
+from farsight.services.one_line_errors import failing_by_flag
+from farsight.services.progress import progress_bar, wide_console
 from farsight.services.words import counted
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def replay(
     as_json: JsonOption = False,
 ) -> None:
     """Run logged requests under other presets in virtual time, or a trace of conversations with tiers of KV memory."""
-    with one_line_errors():
+    with failing_by_flag(FLAGS):
         if (log is None) == (trace is None):
             raise ConfigError("LOG", log or "none", "a log, or --trace FILE, and not both")
         counts = {"--replicas": replicas, "--tensor-parallel": tensor_parallel}

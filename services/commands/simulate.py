@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
+from farsight.core.errors import ConfigError
 from farsight.services.commands.ask import JsonOption
-from farsight.services.progress import progress_bar
+from farsight.services.one_line_errors import failing_by_flag
+from farsight.services.progress import progress_bar, wide_console
 from farsight.services.words import counted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from farsight.simulator.cluster.latency import LatencyModel, LinearLatency, Roofline
     from farsight.simulator.experiment import Experiment
     from farsight.simulator.traffic.workload import Workload
 
-_FLAGS = {
+FLAGS = {
     "scheduler.preset": "--preset",
     "num_replicas": "--replicas",
     "num_requests": "--requests",
     "workload": "--trace",
     "ttft_s": "--sla-ttft",
     "mtpot_s": "--sla-mtpot",
-    "LOG": "LOG",
 }
 """Flags of the fields that have another name than their flag."""
 
@@ -127,7 +124,7 @@ def simulate(
 ) -> None:
     """Run a workload through a preset in virtual time: no GPU, the same policy objects as live."""
     given = dict(locals())
-    with one_line_errors():
+    with failing_by_flag(FLAGS):
         is_saved = config is not None and config.suffix != ".toml"
         experiment = _saved(context, config) if is_saved else experiment_from(given, preset, seed)  # type: ignore[arg-type]
         if plot is not None:
@@ -164,30 +161,12 @@ def compare(
 ) -> None:
     """Run presets side by side on the same workloads: means over seeds and ratios with 95 % confidence intervals."""
     given = dict(locals())
-    with one_line_errors():
+    with failing_by_flag(FLAGS):
         names = preset_names("--presets", presets)
         if seeds < 1:
             raise ConfigError("--seeds", seeds, "an integer >= 1")
         experiment = experiment_from(given, names[0], seed)
         _compare(experiment, names, range(seed, seed + seeds), as_json)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Reports an error in one line that names the flag."""
-    try:
-        yield
-    except InvalidValueError as error:
-        flag = _FLAGS.get(
-            error.field, f"--{error.field.replace('_', '-')}" if error.field.isidentifier() else error.field
-        )
-        typer.echo(f"farsight: {InvalidValueError(flag, error.value, error.expected)}", err=True)
-        raise typer.Exit(1) from error
-    except (FarsightError, OSError) as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
 
 
 def check_counts(given: Mapping[str, int | None]) -> None:
@@ -436,13 +415,3 @@ def _title(experiment: Experiment, presets: str = "") -> str:
     load = load if experiment.clients is None else f", {counted(experiment.clients, 'client')}"
     replicas = counted(experiment.num_replicas, "replica")
     return f"{presets or experiment.preset}: {experiment.workload}{load}, {replicas}"
-
-
-def wide_console() -> Console:
-    """A console for tables; a pipe has no width, so it gets one that avoids cut cells."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200
-    return console

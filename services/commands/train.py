@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from farsight.core.errors import ConfigError, FarsightError, InvalidValueError
+from farsight.core.errors import ConfigError
 from farsight.core.forecast import Example
 from farsight.services.commands.ask import JsonOption
+from farsight.services.one_line_errors import failing_by_flag
 from farsight.services.progress import hide_downloads, progress_bar
 from farsight.services.words import counted
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Training: TypeAlias = "Callable[[Sequence[Example], int, Callable[[int], None] | None], TrainedModel]"
 """Makes an artefact of examples, with a version, and reports its progress."""
 
-_FLAGS = {"num_trees": "--trees", "examples": "DATA"}
+FLAGS = {"num_trees": "--trees", "examples": "DATA"}
 """Flags of the fields that have another name than their flag."""
 
 _MAX_SHOWN = 10
@@ -85,7 +85,7 @@ def train(
     """Train a predictor of output lengths on finished requests; with --estimator, of times on finished batches."""
     from farsight.predictor.models import BERT
 
-    with one_line_errors():
+    with failing_by_flag(FLAGS):
         if estimator:
             path, num_batches = _train_estimator(data, out)
             line = f'{path}: learned from {num_batches} batches; serve with [batch] artefact = "{out}"'
@@ -216,20 +216,3 @@ def report_rejected(rejected: Sequence[str]) -> None:
         typer.echo(f"skipped: {message}", err=True)
     if len(rejected) > _MAX_SHOWN:
         typer.echo(f"skipped: {len(rejected) - _MAX_SHOWN} more rows", err=True)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Ends the command with exit status 1 and a line that names the option."""
-    try:
-        yield
-    except InvalidValueError as error:
-        named = error.field.isidentifier() and error.field.islower()
-        flag = _FLAGS.get(error.field, f"--{error.field.replace('_', '-')}" if named else error.field)
-        typer.echo(f"farsight: {InvalidValueError(flag, error.value, error.expected)}", err=True)
-        raise typer.Exit(1) from error
-    except (FarsightError, OSError) as error:
-        typer.echo(f"farsight: {error}", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,8 +37,14 @@ FARSIGHT_API_KEY=secret farsight serve OWNER/NAME --host 0.0.0.0
 Each flag may be an environment variable: --kv-memory is FARSIGHT_KV_MEMORY. A flag goes before the variable, and the
 variable before the file of --config."""
 
-_MODEL, _ENGINE, _SCHEDULING = "Model", "Memory and processors", "Scheduling"
-_PROCESSES, _HTTP, _ACCESS, _LOG = "Processes", "HTTP", "Who may ask", "What it tells"
+
+def _panel(title: str) -> Callable[..., Any]:
+    """Returns what declares an option below this title of ``--help``."""
+    return functools.partial(typer.Option, rich_help_panel=title)
+
+
+_model, _engine, _scheduling = _panel("Model"), _panel("Memory and processors"), _panel("Scheduling")
+_processes, _http, _access, _log = _panel("Processes"), _panel("HTTP"), _panel("Who may ask"), _panel("What it tells")
 
 
 def ignore_service_links() -> None:
@@ -58,256 +66,156 @@ def serve(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Name that `farsight models` lists, directory, GGUF file or hub id; default: the embedded model.",
-            rich_help_panel=_MODEL,
-        ),
+        _model(help="Name that `farsight models` lists, directory, GGUF file or hub id; default: the embedded model."),
     ] = None,
     served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="Name that clients ask for; several times for several names.", rich_help_panel=_MODEL),
+        list[str] | None, _model(help="Name that clients ask for; several times for several names.")
     ] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="File of a chat template, not the model's own.", rich_help_panel=_MODEL)
-    ] = None,
+    chat_template: Annotated[Path | None, _model(help="File of a chat template, not the model's own.")] = None,
     tool_format: Annotated[
         str | None,
-        typer.Option(
+        _model(
             "--tool-format",
             "--tool-call-parser",
             help="How the model writes tool calls; default: found from the chat template.",
-            rich_help_panel=_MODEL,
         ),
     ] = None,
     enable_auto_tool_choice: Annotated[
         bool, typer.Option("--enable-auto-tool-choice", help="As ever: models may always call.", hidden=True)
     ] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)
-    ] = None,
+    dtype: Annotated[str | None, _model(help="auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="cpu, cuda, or emulated:PROFILE (takes a device's time, computes nothing); default: cpu.",
-            rich_help_panel=_ENGINE,
-        ),
+        _engine(help="cpu, cuda, or emulated:PROFILE (takes a device's time, computes nothing); default: cpu."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.", rich_help_panel=_HTTP)
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; default: 8000.", rich_help_panel=_HTTP)] = None,
+    host: Annotated[str | None, _http(help="Address to listen on; default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, _http(help="Port to listen on; default: 8000.")] = None,
     weights: Annotated[
-        str | None,
-        typer.Option(
-            help="Bits of the weights: full, float, int8 or int4; default: what the preset says.",
-            rich_help_panel=_MODEL,
-        ),
+        str | None, _model(help="Bits of the weights: full, float, int8 or int4; default: what the preset says.")
     ] = None,
     kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Type of keys and values: auto (the model's) or int8; default: auto.", rich_help_panel=_ENGINE
-        ),
+        str | None, _engine(help="Type of keys and values: auto (the model's) or int8; default: auto.")
     ] = None,
-    kv_memory: Annotated[
-        str | None, typer.Option(help="KV pool, as 512MiB or 2GiB; default: auto.", rich_help_panel=_ENGINE)
-    ] = None,
+    kv_memory: Annotated[str | None, _engine(help="KV pool, as 512MiB or 2GiB; default: auto.")] = None,
     swap_space: Annotated[
-        float | None,
-        typer.Option(min=0, help="GiB of host memory that KV may move to; 0 for none.", rich_help_panel=_ENGINE),
+        float | None, _engine(min=0, help="GiB of host memory that KV may move to; 0 for none.")
     ] = None,
     disk_kv: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder that keeps the KV of conversations, also over restarts; default: none.",
-            rich_help_panel=_ENGINE,
-        ),
+        Path | None, _engine(help="Folder that keeps the KV of conversations, also over restarts; default: none.")
     ] = None,
     gpu_memory_utilization: Annotated[
-        float | None,
-        typer.Option(help="Share of a GPU's memory that may be taken; default: 0.9.", rich_help_panel=_ENGINE),
+        float | None, _engine(help="Share of a GPU's memory that may be taken; default: 0.9.")
     ] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="Tokens in a KV block; default: by the device.", rich_help_panel=_ENGINE)
-    ] = None,
+    block_size: Annotated[int | None, _engine(help="Tokens in a KV block; default: by the device.")] = None,
     max_model_len: Annotated[
-        int | None,
-        typer.Option(help="Longest sequence, in tokens; default: the model's context.", rich_help_panel=_ENGINE),
+        int | None, _engine(help="Longest sequence, in tokens; default: the model's context.")
     ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Most sequences in one step; default: 128.", rich_help_panel=_SCHEDULING)
-    ] = None,
+    max_num_seqs: Annotated[int | None, _scheduling(help="Most sequences in one step; default: 128.")] = None,
     max_batch_tokens: Annotated[
         int | None,
-        typer.Option(
+        _scheduling(
             "--max-batch-tokens",
             "--max-num-batched-tokens",
             help="Most tokens computed in one step; longer prompts take several; default: 1024.",
-            rich_help_panel=_SCHEDULING,
         ),
     ] = None,
     threads: Annotated[
-        int | None,
-        typer.Option(
-            help="Compute threads of a replica; default: the cores but one, shared by replicas.",
-            rich_help_panel=_ENGINE,
-        ),
+        int | None, _engine(help="Compute threads of a replica; default: the cores but one, shared by replicas.")
     ] = None,
     prefix_cache: Annotated[
         bool | None,
-        typer.Option(
+        _engine(
             "--prefix-cache/--no-prefix-cache",
             "--enable-prefix-caching/--no-enable-prefix-caching",
             help="Share the KV of equal prompt prefixes.",
-            rich_help_panel=_ENGINE,
         ),
     ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Scheduling preset; default: fcfs.", rich_help_panel=_SCHEDULING)
-    ] = None,
+    preset: Annotated[str | None, _scheduling(help="Scheduling preset; default: fcfs.")] = None,
     execution: Annotated[
         str | None,
-        typer.Option(
-            help="How formed batches run: ragged (the default), or static (padded, returned together).",
-            rich_help_panel=_SCHEDULING,
-        ),
+        _scheduling(help="How formed batches run: ragged (the default), or static (padded, returned together)."),
     ] = None,
     replicas: Annotated[
-        int | None,
-        typer.Option(
-            "--replicas",
-            "--data-parallel-size",
-            help="Number of model replicas; default: 1.",
-            rich_help_panel=_PROCESSES,
-        ),
+        int | None, _processes("--replicas", "--data-parallel-size", help="Number of model replicas; default: 1.")
     ] = None,
     tensor_parallel: Annotated[
         int | None,
-        typer.Option(
-            "--tensor-parallel",
-            "--tensor-parallel-size",
-            help="Number of processes that share each layer; default: 1.",
-            rich_help_panel=_PROCESSES,
+        _processes(
+            "--tensor-parallel", "--tensor-parallel-size", help="Number of processes that share each layer; default: 1."
         ),
     ] = None,
     pipeline_parallel: Annotated[
         int | None,
-        typer.Option(
-            "--pipeline-parallel",
-            "--pipeline-parallel-size",
-            help="Number of pipeline stages; default: 1.",
-            rich_help_panel=_PROCESSES,
-        ),
+        _processes("--pipeline-parallel", "--pipeline-parallel-size", help="Number of pipeline stages; default: 1."),
     ] = None,
     expert_parallel: Annotated[
         bool | None,
-        typer.Option(
+        _processes(
             "--expert-parallel",
             "--enable-expert-parallel",
             help="With --tensor-parallel: each process has some of a mixture's experts, not a share of every expert.",
-            rich_help_panel=_PROCESSES,
         ),
     ] = None,
     max_replicas: Annotated[
         int | None,
-        typer.Option(
-            help="Most replicas that autoscaling by predicted queue delay may start; default: --replicas.",
-            rich_help_panel=_PROCESSES,
-        ),
+        _processes(help="Most replicas that autoscaling by predicted queue delay may start; default: --replicas."),
     ] = None,
     placement: Annotated[
-        str | None,
-        typer.Option(
-            help="Which components share a process: auto, fused, split or packed.", rich_help_panel=_PROCESSES
-        ),
+        str | None, _processes(help="Which components share a process: auto, fused, split or packed.")
     ] = None,
     predictor: Annotated[
         Path | None,
-        typer.Option(
-            help="Output-length predictor written by `farsight train`; default: history of recent outputs.",
-            rich_help_panel=_SCHEDULING,
-        ),
+        _scheduling(help="Output-length predictor written by `farsight train`; default: history of recent outputs."),
     ] = None,
     predictor_encoder: Annotated[
         str | None,
-        typer.Option(
+        _scheduling(
             help="Text encoder of the predictor: directory, hub id, minilm (offline) or auto; behind "
-            "sentence-transformers: that library computes it. Default: that of its training, or none.",
-            rich_help_panel=_SCHEDULING,
+            "sentence-transformers: that library computes it. Default: that of its training, or none."
         ),
     ] = None,
-    proxy: Annotated[
-        str | None, typer.Option(help="HTTP proxy: auto, serve or haproxy.", rich_help_panel=_HTTP)
-    ] = None,
+    proxy: Annotated[str | None, _http(help="HTTP proxy: auto, serve or haproxy.")] = None,
     drain_s: Annotated[
-        float | None,
-        typer.Option(help="Seconds that open requests have to end after TERM; default: 30.", rich_help_panel=_HTTP),
+        float | None, _http(help="Seconds that open requests have to end after TERM; default: 30.")
     ] = None,
     log_format: Annotated[
-        str | None,
-        typer.Option(help="Lines of the log: text, or json (an object a line); default: text.", rich_help_panel=_LOG),
+        str | None, _log(help="Lines of the log: text, or json (an object a line); default: text.")
     ] = None,
     log_level: Annotated[
         str | None,
-        typer.Option(
-            help="Least level of its lines: warning, info or debug (what a start costs); default: warning.",
-            rich_help_panel=_LOG,
-        ),
+        _log(help="Least level of its lines: warning, info or debug (what a start costs); default: warning."),
     ] = None,
     access_log: Annotated[
-        bool | None,
-        typer.Option("--access-log", help="A line for each request, with the id of its answer.", rich_help_panel=_LOG),
+        bool | None, _log("--access-log", help="A line for each request, with the id of its answer.")
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            envvar=KEY_VARIABLE,
-            help="The one key that opens this server, besides those of --key-file.",
-            rich_help_panel=_ACCESS,
-        ),
+        _access(envvar=KEY_VARIABLE, help="The one key that opens this server, besides those of --key-file."),
     ] = None,
     key_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar=FILE_VARIABLE, help="File of API keys that `farsight keys` writes.", rich_help_panel=_ACCESS
-        ),
+        Path | None, _access(envvar=FILE_VARIABLE, help="File of API keys that `farsight keys` writes.")
     ] = None,
     insecure: Annotated[
-        bool | None,
-        typer.Option(
-            "--insecure",
-            help="Serve without keys on an address that other machines reach.",
-            rich_help_panel=_ACCESS,
-        ),
+        bool | None, _access("--insecure", help="Serve without keys on an address that other machines reach.")
     ] = None,
     tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-cert",
-            "--ssl-certfile",
-            help="TLS certificate chain in PEM; serves HTTPS.",
-            rich_help_panel=_ACCESS,
-        ),
+        Path | None, _access("--tls-cert", "--ssl-certfile", help="TLS certificate chain in PEM; serves HTTPS.")
     ] = None,
     tls_key: Annotated[
-        Path | None,
-        typer.Option("--tls-key", "--ssl-keyfile", help="Private key of --tls-cert in PEM.", rich_help_panel=_ACCESS),
+        Path | None, _access("--tls-key", "--ssl-keyfile", help="Private key of --tls-cert in PEM.")
     ] = None,
     allow_image_urls: Annotated[
         str | None,
-        typer.Option(
+        _access(
             metavar="HOST,...",
             help="Hosts that pictures may be fetched from, as pictures.example.org or HOST:PORT; default: none.",
-            rich_help_panel=_ACCESS,
         ),
     ] = None,
     benchmark_mode: Annotated[
         bool | None,
-        typer.Option(
-            "--benchmark-mode",
-            help="To measure: requests may set exact output lengths, and no queue is too long.",
-            rich_help_panel=_SCHEDULING,
+        _scheduling(
+            "--benchmark-mode", help="To measure: requests may set exact output lengths, and no queue is too long."
         ),
     ] = None,
 ) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from farsight.services.commands.ask import ApiKeyOption, JsonOption, ask, key_for, read
 from farsight.services.one_line_errors import failing_in_one_line
+from farsight.services.progress import wide_console
 from farsight.services.server_address import HostOption, PortOption, UrlOption, address_of
 
 STATUS_TIMEOUT_S = 5.0
@@ -103,17 +104,13 @@ def age(seconds: float) -> str:
 
 def print_table(headers: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """Prints a table, unless it has no rows."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(*headers)
     for row in rows:
         table.add_row(*map(str, row))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width; cells would be cut
     if table.row_count:
-        console.print(table)
+        wide_console().print(table)
 
 
 def print_components(actors: list[dict[str, Any]], learned: list[dict[str, Any]]) -> None:

@@ -11,7 +11,8 @@ import typer
 
 from farsight.core.errors import ConfigError
 from farsight.services.commands.ask import JsonOption
-from farsight.services.commands.simulate import one_line_errors, preset_names
+from farsight.services.commands.simulate import FLAGS, preset_names
+from farsight.services.one_line_errors import failing_by_flag
 
 
 def demo(
@@ -40,7 +41,7 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Two presets under the same arrivals on emulated A100s, live, on a page: no model, no GPU."""
-    with one_line_errors():
+    with failing_by_flag(FLAGS):
         from farsight.services.demo.run import results_text, run_demo
         from farsight.services.demo.settings import DemoSettings
 

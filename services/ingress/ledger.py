@@ -87,7 +87,6 @@ class RequestLedger:
         self.ingress_id = ingress_id
         self._open: dict[str, OpenStream] = {}
         self._sums = KeySums()  # of the open streams that were sent
-        self._nowhere: dict[str, None] = {}  # ids of these that are on no replica, as far as is known here
         self._asked: tuple[int, ...] = ()  # parts of the sums that the next announcement lists
         self._outgoing: dict[str, None] = {}  # ids whose current attempt has not been sent
         self._aborts: dict[Key, None] = {}
@@ -132,17 +131,8 @@ class RequestLedger:
             self._abort(stream.key, now)
 
     def _remove(self, request_id: str) -> OpenStream:
-        self._unsend(request_id)
-        return self._open.pop(request_id)
-
-    def _unsend(self, request_id: str) -> None:
-        """Takes a stream whose current attempt was sent out of what is announced."""
         self._sums.discard(request_id)
-        self._nowhere.pop(request_id, None)
-
-    def _locate(self, stream: OpenStream, replica: str, worker_incarnation: str) -> None:
-        stream.replica, stream.worker_incarnation = replica, worker_incarnation
-        self._nowhere.pop(stream.request.request_id, None)
+        return self._open.pop(request_id)
 
     def take_outgoing(self) -> tuple[tuple[Request, ...], tuple[Key, ...]]:
         """Takes what the Router must be told: attempts to run, and attempts to forget."""
@@ -151,7 +141,6 @@ class RequestLedger:
             stream = self._open[request_id]
             stream.sent = True
             self._sums.put(*stream.key)
-            self._nowhere[request_id] = None
             requests.append(stream.request)
         aborts = tuple(self._aborts)
         self._outgoing.clear()
@@ -167,7 +156,7 @@ class RequestLedger:
         for placed in all_placed:
             stream = self._current((placed.request_id, placed.attempt))
             if stream is not None and placed.replica:
-                self._locate(stream, placed.replica, placed.worker_incarnation)
+                stream.replica, stream.worker_incarnation = placed.replica, placed.worker_incarnation
 
     def submit_failed(self, requests: Iterable[Request]) -> None:
         """Sends these requests again as new attempts: the Router died with them or is absent, so they may be placed."""
@@ -186,7 +175,7 @@ class RequestLedger:
             if delta.finish_reason is None:
                 self._abort((delta.request_id, delta.attempt), now)
             return False
-        self._locate(stream, replica, incarnation)
+        stream.replica, stream.worker_incarnation = replica, incarnation
         if delta.finish_reason == "abort" or delta.start != stream.output_len:
             self._resume([stream.key])  # the abort did not come from here, or tokens were lost on the way
             return False
@@ -208,8 +197,7 @@ class RequestLedger:
         """
         listed, self._asked = self._asked, ()
         streams = (self._open[request_id] for request_id, _ in self._sums.keys(listed))
-        nowhere = tuple(self._open[request_id].key for request_id in self._nowhere)
-        return Announce(self.ingress_id, self._sums.packed(), listed, tuple(map(_announced, streams)), nowhere, load)
+        return Announce(self.ingress_id, self._sums.packed(), listed, tuple(map(_announced, streams)), load)
 
     def announced(self, reply: AnnounceReply) -> list[Refusal]:
         """Books the Router's answer: resumes lost requests; returns refusals as ``submitted`` does."""
@@ -264,7 +252,7 @@ class RequestLedger:
         request_id, attempt = stream.key
         stream.request = dataclasses.replace(stream.request, attempt=attempt + 1, output_ids=tuple(stream.output_ids))
         stream.sent, stream.replica, stream.worker_incarnation = False, "", ""
-        self._unsend(request_id)
+        self._sums.discard(request_id)
         self._outgoing[request_id] = None
         self.num_resumed += 1
 

@@ -18,6 +18,7 @@ from farsight.core.errors import FarsightError
 from farsight.core.forecast import Forecast, ForecastQuestion, ForecastQuestions, StateQuestion
 from farsight.core.messages.status import FORECASTS_SHED, SHED_SHOWN_S, Degraded
 from farsight.core.request import Request
+from farsight.policies.compose import is_batch_mode
 from farsight.services.api.batches.lines import BatchLine
 from farsight.services.api.batches.sender import ForecastLines
 from farsight.services.api.errors import ApiError
@@ -37,8 +38,11 @@ MAX_WAITING = 1024
 """Most questions that wait for a predictor; further requests get no forecast, as while there is no predictor."""
 
 GATHER_S = 0.02
-"""Seconds whose questions are asked together, unless requests wait for their forecasts. A forecast matters only to
-requests that queue."""
+"""Seconds whose questions are asked together where batches are made of forecasts."""
+
+GATHER_QUEUED_S = 0.5
+"""Seconds whose questions are asked together where a forecast matters only to requests that queue: each message of few
+questions takes a millisecond of processors that compute the model."""
 
 COUNTS_S = 5.0
 """Seconds between two lookups of the number of predictors."""
@@ -84,7 +88,8 @@ class PredictorClient:
         self._peers = peers
         self._counts = initial_counts(config)
         self._answered = answered
-        self._gather_s = 0.0 if config.predictor.wait_s else GATHER_S
+        gather_s = GATHER_S if is_batch_mode(config.scheduler.preset) else GATHER_QUEUED_S
+        self._gather_s = 0.0 if config.predictor.wait_s else gather_s
         self._waiting: asyncio.Queue[ForecastQuestion | StateQuestion] = asyncio.Queue(MAX_WAITING)
 
     def ask(self, question: ForecastQuestion | StateQuestion) -> bool:

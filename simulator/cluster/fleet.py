@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
+from farsight.core.errors import InvalidValueError
 from farsight.core.messages.plans import FinishedSequence, StartedRequest
 from farsight.core.messages.requests import Key
 from farsight.core.request import Request
@@ -21,23 +22,25 @@ from farsight.policies.fleet.events import (
     BatchEnded,
     GlobalEvent,
     PlaceRequests,
+    RecallRequests,
     ReplicaBroke,
     ReplicaDraining,
     ReplicaGone,
     ReplicaUp,
     RequestsEnded,
+    RequestsReturned,
     RequestsStarted,
     TimePassed,
 )
 from farsight.policies.fleet.scaling import LOOK_S, ReplicaScaler
 from farsight.policies.fleet.scheduler import FleetMachine
 from farsight.policies.fleet.sessions import SessionTable
+from farsight.policies.moves.recall import LOOK_S as LOOK_AT_WAITING_S
 from farsight.policies.order.offload_orders import OffloadDecider
 from farsight.policies.replica.events import RefuseRequest, RequestsArrived
 from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.simulator.cluster.encoder import SimulatedEncoder
 from farsight.simulator.cluster.latency import LatencyModel
-from farsight.simulator.cluster.pipelined import PipelinedReplica
 from farsight.simulator.cluster.records import Record, Recorder, Timeline
 from farsight.simulator.cluster.replica import Replica, ReplicaShape
 from farsight.simulator.cluster.tiered import TieredReplica
@@ -143,6 +146,7 @@ class FleetShape:
         num_replicas: At the start, or always where there is no ``scaling``.
         announce_s: Interval at which ingress replicas announce their open streams, and so learn which requests a batch
             that broke off has lost; 0 for at once.
+        kind: What simulates a replica that has no tiers of KV below its pool.
         image_cache_tokens: Image tokens whose rows the encoder keeps: 256 MiB of rows of 4,096 values of two bytes.
     """
 
@@ -152,6 +156,11 @@ class FleetShape:
     announce_s: float = 0.0
     image_cache_tokens: int = 32_768
     scaling: Scaling | None = None
+    kind: type[Replica] = Replica
+
+    def __post_init__(self) -> None:
+        if self.replica.num_stages > 1 and self.kind is Replica:
+            raise InvalidValueError("kind", self.kind.__name__, "a kind with several batches in flight")
 
 
 class _Due(Enum):
@@ -159,13 +168,15 @@ class _Due(Enum):
 
     ``MACHINE``: the scheduler over replicas wants to hear that time has passed. ``LOST``: ingress replicas announce
     their streams, and requests of broken batches come back. ``IMAGES``: the rows of a request's pictures are there.
-    ``SCALER``: the number of replicas is looked at, and replicas that were started may be ready.
+    ``SCALER``: the number of replicas is looked at, and replicas that were started may be ready. ``WAITING``: what
+    waits on one replica and could run on another is looked at.
     """
 
     MACHINE = 0
     LOST = 1
     IMAGES = 2
     SCALER = 3
+    WAITING = 4
 
 
 class Fleet:
@@ -186,6 +197,7 @@ class Fleet:
         refused: Ids of the requests that fit no replica.
         batches: Batches that ended with all their requests, in order; none in continuous batching.
         batches_ended_at: The instants of their ends.
+        num_recalled: Requests that a replica gave back before they had run.
     """
 
     def __init__(
@@ -221,6 +233,7 @@ class Fleet:
         self._broken: deque[tuple[str, tuple[Key, ...]]] = deque()
         self._lost: list[str] = []  # requests of broken batches, until their ingress replicas learn of it
         self.refused: list[str] = []
+        self.num_recalled = 0
         self.batches: list[BatchEnded] = []
         self.batches_ended_at: list[float] = []
         self._make: Callable[[int], Replica] = lambda index: self._make_replica(
@@ -238,8 +251,7 @@ class Fleet:
     def _make_replica(self, index: int, scheduler: ReplicaScheduler, offload: OffloadDecider | None) -> Replica:
         told = self._start, self._end, self._break_off
         shape = self._shape
-        kind = PipelinedReplica if shape.replica.num_stages > 1 else Replica
-        kind = kind if shape.replica.below is None else TieredReplica
+        kind = shape.kind if shape.replica.below is None else TieredReplica
         return kind(str(index), scheduler, shape.replica, shape.latency, self.recorder, *told, offload)
 
     def run(
@@ -270,6 +282,8 @@ class Fleet:
 
     def _run_open(self, progress: Callable[[int], None] | None) -> None:
         self._look_at_scale()
+        if self.machine.recalls:
+            self._look_at_waiting()
         while not self._is_over:
             arrives_at, wakes_at = self._source.next_at, self._alarms.next_at
             if min(arrives_at, wakes_at) == math.inf:
@@ -331,6 +345,12 @@ class Fleet:
             if self._under_way or self._source.next_at < math.inf:
                 self._alarms.set(_Due.SCALER, self.now + LOOK_S)
 
+    def _look_at_waiting(self) -> None:
+        """Looks at what waits as often as a server does."""
+        self._tell(TimePassed())
+        if self._under_way or self._source.next_at < math.inf:
+            self._alarms.set(_Due.WAITING, self.now + LOOK_AT_WAITING_S)
+
     def _flush_waiting(self) -> bool:
         """Makes batches that wait for company ready; whether anything can happen now."""
         if self._flush is None or not self._under_way:
@@ -356,6 +376,8 @@ class Fleet:
                 self._submit_encoded()
             case _Due.SCALER:
                 self._look_at_scale()
+            case _Due.WAITING:
+                self._look_at_waiting()
 
     def _wake_replica(self, index: int, progress: Callable[[int], None] | None) -> None:
         replica = self.replicas[index]
@@ -399,6 +421,11 @@ class Fleet:
             match instruction:
                 case PlaceRequests(name, requests):
                     self._place(int(name), requests)
+                case RecallRequests(name, keys):
+                    given = self.replicas[int(name)].recall(keys, self.now)
+                    self._alarms.set(int(name), self.replicas[int(name)].wakes_at)
+                    self.num_recalled += len(given)
+                    self._tell(RequestsReturned(name, given))
                 case RefuseRequest(request_id):
                     self.refused.append(request_id)
                     del self._under_way[request_id]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from farsight.core.costs import FREE_IMAGES, ImageCost, StepCost
@@ -189,7 +189,7 @@ class Roofline:
 
     With ``pipeline_parallel`` stages, as many disjoint batches are in flight, and each token passes all stages: the
     time of one iteration over all sequences is that of one such batch on all devices of its tensor-parallel group, if
-    the sequences are divided evenly. ``PipelineLatency`` gives the time of each batch instead.
+    the sequences are divided evenly.
     The attention of prompts is not counted, since its share of their arithmetic is small.
 
     Attributes:
@@ -246,42 +246,6 @@ class Roofline:
             prefill_token_s=2 * self.model.active_params / self._flops / self.pipeline_parallel,
             decode_seq_s=2 * self.model.state_bytes / self._bandwidth / self.pipeline_parallel,
             context_token_s=self.model.kv_bytes / self._bandwidth / self.pipeline_parallel,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineLatency:
-    """One batch in all stages of a pipeline together, for ``ReplicaShape.num_stages`` batches in flight.
-
-    Attributes:
-        whole: The devices; its ``pipeline_parallel`` is the number of stages.
-    """
-
-    whole: Roofline
-
-    @property
-    def _one_batch(self) -> Roofline:
-        return replace(self.whole, pipeline_parallel=1)
-
-    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
-        return self._one_batch.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
-
-    def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
-        return self._one_batch.decode_run_s(decode_seqs, context_tokens, num_steps)
-
-    def copy_s(self, num_tokens: int) -> float:
-        return self.whole.copy_s(num_tokens)
-
-    @property
-    def image_cost(self) -> ImageCost:
-        return self.whole.image_cost
-
-    @property
-    def cost(self) -> StepCost:
-        """The time from one step's end to the next where every stage is busy, which is what rank 0 measures."""
-        cost, stages = self._one_batch.cost, self.whole.pipeline_parallel
-        return StepCost(
-            cost.base_s / stages, cost.prefill_token_s / stages, cost.decode_seq_s, cost.context_token_s / stages
         )
 
 

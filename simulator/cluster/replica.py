@@ -39,8 +39,10 @@ from farsight.policies.replica.events import (
     OffloadOrdered,
     OffloadUnanswered,
     RequestEnded,
+    RequestGivenBack,
     RequestsAborted,
     RequestsArrived,
+    RequestsRecalled,
     SendPlan,
     StepsRan,
     WorkerConnected,
@@ -72,6 +74,7 @@ class ReplicaShape:
         tells_cache: Whether reports tell the scheduler what is cached.
         below: Tiers below the device's pool ; None for a replica that knows none.
         num_states: As ``Device.num_states``.
+        kept_states: States of prefixes that may be kept beside these, a prompt's every ``state_spacing`` tokens.
 
     Raises:
         InvalidValueError: ``num_stages`` is below 1, or above 1 for padded batches or with a hop.
@@ -92,6 +95,8 @@ class ReplicaShape:
     tells_cache: bool = False
     below: MemoryBelow | None = None
     num_states: int = 0
+    kept_states: int = 0
+    state_spacing: int = 0
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or (self.num_stages > 1 and self.execution == "static"):
@@ -154,7 +159,10 @@ class Replica:
         self.executor.meter.cost = latency.cost
         if shape.shares_prefixes:
             self.executor.share_prefixes(self._block_hashes)
+        if shape.kept_states and isinstance(self.executor, LeaseExecutor):
+            self.executor.keep_states(shape.kept_states, shape.state_spacing)
         self._records: dict[str, Record] = {}
+        self._given_back: list[Request] = []
         self._hashes: dict[str, list[int]] = {}
         self._run: StepRun | None = None
         self._plan: Plan | None = None  # Takes effect at the end of the current step.
@@ -239,6 +247,15 @@ class Replica:
         self._hashes.pop(request_id, None)
         self._tell(RequestsAborted(((request_id, 0),)), now)
 
+    def recall(self, keys: tuple[Key, ...], now: float) -> tuple[Request, ...]:
+        """Gives back those of these attempts that no plan has named yet."""
+        self._tell(RequestsRecalled(keys), now)
+        given, self._given_back = tuple(self._given_back), []
+        for request in given:
+            del self._records[request.request_id]
+            self._hashes.pop(request.request_id, None)
+        return given
+
     def wake(self, now: float) -> None:
         """Handles the event at ``wakes_at``: steps or copies are over."""
         while self._copies and self._copies[0][0] <= now:
@@ -288,6 +305,8 @@ class Replica:
                     self._ask(question, now)
                 case RequestEnded(finished):
                     self._end(finished, now)
+                case RequestGivenBack(request):
+                    self._given_back.append(request)
                 case BatchBroken(keys):
                     self._break_off(keys)
 

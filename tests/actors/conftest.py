@@ -80,7 +80,7 @@ def ray_cluster() -> Iterator[None]:
 
 @contextmanager
 def open_system(
-    placement: str, model_dir: Path, log_dir: Path, scheduler: SchedulerConfig, **tables: Any
+    placement: str, model_dir: Path, log_dir: Path, scheduler: SchedulerConfig, /, **tables: Any
 ) -> Iterator[System]:
     """Two replicas; ``tables`` are of the configuration. Shared by several tests, which leave it as they found it."""
     model = ModelConfig(name="m", dtype="float32", replicas=NUM_REPLICAS)

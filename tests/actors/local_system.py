@@ -27,7 +27,7 @@ from farsight.core.config.engine import EngineConfig
 from farsight.core.config.server import ServerConfig
 from farsight.core.messages.log import FinishedRequest, LogPage, LogQuery
 from farsight.core.messages.status import ComponentStatus, StatusReply
-from farsight.core.request import SamplingParams
+from farsight.core.request import Origin, SamplingParams
 from farsight.engine import Engine
 from farsight.engine.sampling.sampler import counter_uniform, warp_logits
 from farsight.services.api.requests import unnamed_request
@@ -239,15 +239,16 @@ class Reading:
         prompt: tuple[int, ...],
         params: SamplingParams,
         gates: Mapping[int, asyncio.Event] | None = None,
+        origin: Origin | None = None,
     ) -> None:
-        self._gates = gates or {}
+        self._gates, self._origin = gates or {}, origin
         self.tokens: tuple[int, ...] = ()
         self.reason: str | None = None
         self.request_id = ""
         self._task = asyncio.create_task(self._read(client, prompt, params))
 
     async def _read(self, client: EngineClient, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        async with aclosing(client.stream(unnamed_request(prompt, params))) as deltas:
+        async with aclosing(client.stream(unnamed_request(prompt, params, origin=self._origin))) as deltas:
             async for delta in deltas:
                 assert self.reason is None, "something came after the end"
                 assert delta.start == len(self.tokens), "a token is missing or repeated"
@@ -267,8 +268,10 @@ class Reading:
         return self.tokens
 
 
-async def read(client: EngineClient, index: int, num_tokens: int = NUM_TOKENS, **fields: Any) -> tuple[int, ...]:
-    return await Reading(client, PROMPTS[index], sampling(index, num_tokens, **fields)).finish()
+async def read(
+    client: EngineClient, index: int, num_tokens: int = NUM_TOKENS, origin: Origin | None = None, **fields: Any
+) -> tuple[int, ...]:
+    return await Reading(client, PROMPTS[index], sampling(index, num_tokens, **fields), origin=origin).finish()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 
 from farsight.actors.runtime.names import ROUTER
 from farsight.core.config.engine import EngineConfig, ModelConfig
-from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.config.scheduling import PlacementConfig, SchedulerConfig
+from farsight.core.decisions import Facts, unpack_decisions
 from farsight.core.messages.status import ComponentStatus, Scale
-from farsight.core.request import SamplingParams
+from farsight.core.request import Origin, SamplingParams
 from farsight.services.api.requests import unnamed_request
 from farsight.services.ingress.engine_client import EngineClient
 from tests.actors.conftest import CONTINUOUS, open_system
@@ -74,6 +76,43 @@ async def test_replicas_come_and_go_with_the_predicted_delay_and_every_stream_en
             return await elastic.metric(ROUTER, "farsight:predicted_queue_delay_seconds") == 0.0
 
         await eventually(shown, "nobody would wait")
+
+
+@on_stage(level=1)
+def crowded(ray_cluster: None, actor_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    tables = {
+        "model": ModelConfig(name="m", replicas=2),
+        "engine": dataclasses.replace(ENGINE, device="emulated:a100-7b", kv_memory="1GiB", max_num_seqs=2),
+        "placement": PlacementConfig(recall=True),
+    }
+    scheduler = SchedulerConfig(preset="fcfs", standby_slots=0)
+    with open_system("fused", actor_model_dir, tmp_path_factory.mktemp("log"), scheduler, **tables) as system:
+        yield system
+
+
+async def test_what_waits_on_one_replica_is_recalled_to_the_other(crowded: System) -> None:
+    """In turn each replica gets a request; those of one replica are forty times as long, and two run at a time."""
+    origins = [Origin(f"cmpl-{secrets.token_hex(16)}") for _ in range(8)]
+    async with calm_client(crowded) as client:
+        reads = []
+        for index, origin in enumerate(origins):
+            num_tokens = 400 if index % 2 else 10
+            reads.append(asyncio.create_task(read(client, index, num_tokens, origin=origin)))
+            await asyncio.sleep(0.02)  # each is submitted by itself
+        answers = await asyncio.gather(*reads)
+        assert [len(tokens) for tokens in answers] == [10, 400] * 4
+
+        async def told() -> list[Facts]:
+            traces = [each for origin in origins for each in await client.overview.explain(origin.response_id)]
+            decisions = (each for trace in traces for each in unpack_decisions(trace.decisions))
+            return [each.facts for each in decisions if each.kind == "placed" and "moved_from" in each.facts]
+
+        async def moved() -> bool:
+            return len(await told()) > 0
+
+        await eventually(moved, "a request has moved")
+        for facts in await told():
+            assert facts["because"] == "starved head" and facts["replica"] != facts["moved_from"]
 
 
 NUM_TOKENS = 400

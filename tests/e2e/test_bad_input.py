@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -12,16 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.common.streams import streams_midway
-from farsight.engine.checkpoint.model_config import load_model_config
-from farsight.services.launch.launch import EMBEDDED_MODEL
 from tests.e2e.server import LONG_S, Server
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 USER = {"role": "user", "content": "hello"}
-IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]}
-NUM_TOKENS = 400
 TOOL_WITHOUT_NAME = {"type": "function", "function": {}}
 
 
@@ -47,16 +41,9 @@ def _check(response: httpx.Response, status: int, param: str | None) -> None:
     ("path", "change", "status", "param"),
     [
         (COMPLETIONS, {"prompt": "hello " * 5000}, 400, "prompt"),
-        (COMPLETIONS, {"prompt": [5] * 1000, "max_tokens": 25}, 400, "max_tokens"),
-        (COMPLETIONS, {"prompt": [10**9]}, 400, "prompt[0]"),
         (COMPLETIONS, {"model": "no-such-model"}, 404, "model"),
-        (COMPLETIONS, {"max_tokens": "5"}, 400, "max_tokens"),
         (COMPLETIONS, {"temperature": float("nan")}, 400, "temperature"),
-        (COMPLETIONS, {"max_tokenz": 3}, 400, "max_tokenz"),
-        (CHAT, {"messages": [IMAGE]}, 400, "messages[0].content[0].type"),
         (CHAT, {"tools": [TOOL_WITHOUT_NAME]}, 400, "tools[0].function.name"),
-        (CHAT, {"response_format": {"type": "xml"}}, 400, "response_format.type"),
-        (CHAT, {"model": "no-such-model"}, 404, "model"),
     ],
 )
 def test_refused_field(
@@ -74,12 +61,10 @@ def test_refused_field(
     [
         (b"", 400),
         (b'{"model": ', 400),
-        (b"[]", 400),
-        (b'{"model": "\xff\xfe"}', 400),
         (b"[" * 100_000, 400),
         (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413),
     ],
-    ids=["empty", "cut short", "a list", "not UTF-8", "deeply nested", "10 MB"],
+    ids=["empty", "cut short", "deeply nested", "10 MB"],
 )
 def test_refused_body(http: httpx.Client, path: str, content: bytes, status: int) -> None:
     _check(http.post(path, content=content, headers={"content-type": "application/json"}), status, None)
@@ -103,32 +88,3 @@ def test_a_hostile_body_is_cut_off(server: Server, http: httpx.Client, body: byt
         status = int(reply.split()[1]) if reply else 0
     assert status in statuses
     assert http.get("/health").status_code == 200
-
-
-def test_a_request_that_forbids_every_token_harms_no_other(server: Server, model_name: str) -> None:
-    """Streams that run meanwhile get the tokens that they get alone, drawn and greedy."""
-    vocab_size = load_model_config(EMBEDDED_MODEL).vocab_size
-    hostile = {"model": model_name, "prompt": "hello", "min_tokens": 1, "stop_token_ids": list(range(vocab_size))}
-    ways: list[dict[str, Any]] = [{"stream": True}, {"n": 3}, {"temperature": 0, "logprobs": 5}, {"max_tokens": 1}]
-
-    async def outcomes(beside: bool) -> list[Any]:
-        async with streams_midway(server.base_url, 4, NUM_TOKENS) as streams:
-            for way in ways * 3 if beside else []:
-                async with streams.session.post(COMPLETIONS, json=hostile | way) as reply:
-                    assert reply.status == 400, await reply.text()
-                    error = (await reply.json())["error"]
-                assert (error["type"], error["code"]) == ("invalid_request_error", "no_token_possible")
-                assert "min_tokens = 1 forbids every token" in error["message"]
-            return [stream.outcome for stream in await streams.finish()]
-
-    alone = asyncio.run(outcomes(beside=False))
-    assert [(reasons, errors, num_tokens) for _, reasons, errors, num_tokens, _ in alone] == [
-        (["length"], [], NUM_TOKENS)
-    ] * 4
-    assert asyncio.run(outcomes(beside=True)) == alone
-    server.wait_idle()
-
-
-def test_unknown_address_and_wrong_method(http: httpx.Client) -> None:
-    _check(http.get("/v1/nothing"), 404, None)
-    _check(http.get(COMPLETIONS), 405, None)

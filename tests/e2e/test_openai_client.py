@@ -28,15 +28,6 @@ def test_a_completion_counts_its_tokens(client: openai.OpenAI, model_name: str) 
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_completion_of_several_prompts(client: openai.OpenAI, model_name: str) -> None:
-    prompts = ["The cat", "A dog and", "One"]
-    answer = client.completions.create(model=model_name, prompt=prompts, max_tokens=8, temperature=0)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    for prompt, choice in zip(prompts, answer.choices, strict=True):
-        alone = client.completions.create(model=model_name, prompt=prompt, max_tokens=8, temperature=0)
-        assert alone.choices[0].text == choice.text
-
-
 SAY_HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
 
 
@@ -73,27 +64,6 @@ def test_streamed_chat_is_the_whole_one(client: openai.OpenAI, model_name: str, 
             assert tokens == [token.token for token in choice.logprobs.content or ()] != []
 
 
-def test_stop_string_ends_the_output_before_it(client: openai.OpenAI, model_name: str) -> None:
-    body: dict[str, Any] = {"model": model_name, "prompt": "The cat", "max_tokens": 24, "temperature": 0}
-    body["extra_body"] = {"ignore_eos": True}
-    text = client.completions.create(**body).choices[0].text
-    middle = len(text) // 2
-    stop = text[middle : middle + 2]
-    assert len(stop) == 2
-    cut = client.completions.create(**body, stop=stop).choices[0]
-    assert (cut.text, cut.finish_reason) == (text[: text.index(stop)], "stop")
-
-
-def test_seed_makes_sampling_repeatable(client: openai.OpenAI, model_name: str) -> None:
-    body: dict[str, Any] = {"model": model_name, "prompt": "The", "max_tokens": 24, "temperature": 1.5}
-
-    def sample(seed: int) -> str:
-        return client.completions.create(**body, seed=seed, extra_body={"ignore_eos": True}).choices[0].text
-
-    assert sample(7) == sample(7)
-    assert len({sample(seed) for seed in range(6)}) > 1
-
-
 def test_errors_become_the_clients_exceptions(client: openai.OpenAI, model_name: str) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="no-such-model", prompt="The cat")
@@ -108,20 +78,6 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI, model_name:
         )
     assert too_long.value.code == "context_length_exceeded"
     assert too_long.value.param == "messages"
-
-
-def test_choices_with_logprobs_and_echo(client: openai.OpenAI, model_name: str) -> None:
-    answer = client.completions.create(
-        model=model_name, prompt="The cat", max_tokens=4, n=2, seed=3, echo=True, logprobs=2, presence_penalty=0.5
-    )
-    assert [choice.index for choice in answer.choices] == [0, 1]
-    for choice in answer.choices:
-        found = choice.logprobs
-        assert choice.text.startswith("The cat")
-        assert found is not None and found.tokens is not None and found.token_logprobs is not None
-        assert len(found.tokens) == len(found.token_logprobs)
-        assert found.token_logprobs[0] is None and all(each <= 0 for each in found.token_logprobs[1:])
-    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
 
 
 def test_embeddings(client: openai.OpenAI, model_name: str) -> None:

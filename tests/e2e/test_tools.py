@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import ollama
 import openai
 import pytest
 from openai.types.chat import ChatCompletionFunctionToolParam
@@ -150,31 +149,6 @@ def test_messages(base_url: str, model_name: str) -> None:
         check(json.dumps(block["input"]))
         counted = http.post("/v1/messages/count_tokens", json={"messages": body["messages"], "system": UPPER}).json()
         assert counted["input_tokens"] == answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"]
-
-
-def test_the_ollama_package(base_url: str, model_name: str, client: openai.OpenAI) -> None:
-    with ollama.Client(host=base_url, timeout=LONG_S) as local:
-        said = [{"role": "system", "content": UPPER}, {"role": "user", "content": "hello"}]
-        whole = local.chat(model_name, said, options={"temperature": 0})
-        lines = list(local.chat(f"{model_name}:latest", said, options={"temperature": 0}, stream=True))
-        same = client.chat.completions.create(model=model_name, messages=said, temperature=0)
-        assert (
-            whole.message.content == same.choices[0].message.content == "".join(line.message.content for line in lines)
-        )
-        assert same.usage is not None
-        counts = (same.usage.prompt_tokens, same.usage.completion_tokens)
-        assert (
-            (whole.prompt_eval_count, whole.eval_count) == (lines[-1].prompt_eval_count, lines[-1].eval_count) == counts
-        )
-        assert 0 < whole.prompt_eval_duration <= whole.total_duration and lines[-1].done_reason == "stop"
-        answer = local.generate(model_name, "Rome", format=SCHEMA, options={"num_predict": 100, "seed": 1})
-        check(answer.response)
-        assert len(local.embed(model_name, ["a cat", "a dog"]).embeddings) == 2
-        [row] = [row for row in local.list().models if row.model == model_name]
-        assert row.size > 0 and row.details.family and local.ps().models[0].digest == row.digest
-        assert "completion" in (local.show(model_name).capabilities or ())
-        with pytest.raises(ollama.ResponseError, match="models are not managed"):
-            local.pull("another")
 
 
 def test_what_open_webui_asks(base_url: str, model_name: str) -> None:

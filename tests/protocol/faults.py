@@ -22,6 +22,10 @@ def plan_faults(world: World) -> None:
     for _ in range(rng.choice([0, 0, 1, 2])):
         duration_s = rng.uniform(0.1, 2.5) if rng.random() < 0.9 else 30.0
         _some(world, 1, lambda duration_s=duration_s: world.slow_down(duration_s))  # type: ignore[misc]
+    if world.recalls and len(world.num_blocks) > 1 and world.recall_rng.random() < 0.3:
+        own = world.recall_rng
+        replica, at, duration_s = own.choice(list(world.num_blocks)), own.uniform(0, BUSY_S), own.uniform(0.1, 2.0)
+        world.clock.at(at, lambda: world.drain(replica, duration_s))
     if world.calm:
         return
     _plan_kills(world, rng)

@@ -19,7 +19,18 @@ from farsight.core.messages.plans import (
     WorkerReady,
     WorkerState,
 )
-from farsight.core.messages.requests import Announce, AnnounceReply, Key, Keys, Refusal, Refusals, Submit, SubmitReply
+from farsight.core.messages.requests import (
+    Announce,
+    AnnounceReply,
+    Key,
+    Keys,
+    Placed,
+    Refusal,
+    Refusals,
+    Submit,
+    SubmitReply,
+)
+from farsight.core.request import Request
 from farsight.policies.fleet.batch_scheduler import BatchScheduler
 from farsight.policies.fleet.events import (
     AbortOnReplica,
@@ -33,12 +44,15 @@ from farsight.policies.fleet.events import (
     KeysUnknown,
     KVCacheChanged,
     PlaceRequests,
+    RecallRequests,
     ReplicaAway,
     ReplicaBroke,
+    ReplicaDraining,
     ReplicaRests,
     ReplicaUp,
     ReportLost,
     RequestsEnded,
+    RequestsReturned,
     RequestsStarted,
     TimePassed,
 )
@@ -52,8 +66,10 @@ from farsight.policies.replica.events import (
     OffloadUnanswered,
     RefuseRequest,
     RequestEnded,
+    RequestGivenBack,
     RequestsAborted,
     RequestsArrived,
+    RequestsRecalled,
     RequestStarted,
     SendPlan,
     WorkerConnected,
@@ -67,7 +83,7 @@ if TYPE_CHECKING:
     from tests.protocol.worker import WorkerComponent
     from tests.protocol.world import World
 
-LOOK_AGAIN_S, SAY_AGAIN_S, RESEND_S, FORGET_INGRESS_S = 0.05, 1.0, 0.1, 10.0
+LOOK_AGAIN_S, SAY_AGAIN_S, RESEND_S, FORGET_INGRESS_S, LOOK_S = 0.05, 1.0, 0.1, 10.0, 0.05
 
 
 @dataclass(slots=True)
@@ -90,6 +106,7 @@ class _Answers:
 class _IngressReplica:
     heard_at: float = 0.0
     late_refusals: list[Refusal] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
 
 
 class RouterComponent(Component):
@@ -103,6 +120,8 @@ class RouterComponent(Component):
         self._replicas: dict[str, None] = {}
         self._alarm_at: float | None = None
         self._tick()
+        if machine.recalls:
+            self._look()
 
     def submit(self, message: Submit, reply: Callable[[SubmitReply], None]) -> None:
         requests = message.requests
@@ -123,8 +142,7 @@ class RouterComponent(Component):
 
         def done(answers: _Answers) -> None:
             late, ingress.late_refusals = ingress.late_refusals, []
-            placed = (self.machine.placed(*key) for key in message.nowhere)
-            known = tuple(each for each in placed if each.replica)
+            known, ingress.placed = tuple(ingress.placed), []
             refusals = (*answers.refusals, *late)
             asked = tuple(answers.asked)
             reply(AnnounceReply(tuple(answers.lost), refusals, tuple(self._replicas), known, asked=asked))
@@ -165,6 +183,10 @@ class RouterComponent(Component):
         for instruction in self.machine.handle(event, self.world.clock.now):
             match instruction:
                 case PlaceRequests(name, requests):
+                    if not isinstance(event, RequestsArrived) or self.machine.pulls:
+                        for request in requests:
+                            ingress = self._ingresses.setdefault(request.ingress_id, _IngressReplica())
+                            ingress.placed.append(self.machine.placed(request.request_id, request.attempt))
                     self.world.tell("router", "%s placed on replica %s", attempts(requests), name)
                     self.world.count(
                         "batches of several", isinstance(self.machine, BatchScheduler) and len(requests) > 1
@@ -175,6 +197,8 @@ class RouterComponent(Component):
                     self._call(name, "abort", Keys(keys), answers, lambda *_: None)
                 case AskReplica(name, keys):
                     self._call(name, "unknown", Keys(keys), answers, self._take_unknown)
+                case RecallRequests(name, keys):
+                    self._recall(name, keys)
                 case AskCache(name):
                     self._ask_cache(name)
                 case AskIngress(_, parts):
@@ -217,6 +241,32 @@ class RouterComponent(Component):
             answers.settle()
 
         self.world.network.call(self.life, f"scheduler-{name}", method, message, on_reply, on_lost)
+
+    def _recall(self, name: str, keys: tuple[Key, ...]) -> None:
+        def on_reply(reply: Submit) -> None:
+            if not reply.requests:
+                self.world.count("recalls that came too late", True)
+                return
+            self.world.tell("router", "%s come back from replica %s", attempts(reply.requests), name)
+            owned = [self.machine.placed(each.request_id, each.attempt).replica == name for each in reply.requests]
+            self.world.count("recalled requests that are gone", not all(owned))
+            self._handle(RequestsReturned(name, reply.requests), lambda answers: None)
+            for request in reply.requests:
+                placed = self.machine.placed(request.request_id, request.attempt)
+                self.world.count("recalls", placed.replica not in ("", name))
+
+        on_lost = lambda: self.world.count("lost recalls", True)  # noqa: E731
+        self.world.disturb_recall(name)
+        self.world.network.call(self.life, f"scheduler-{name}", "recall", Keys(keys), on_reply, on_lost)
+
+    def drain(self, name: str, *, ends: bool) -> None:
+        """The Supervisor gives up a replica, or changes its mind."""
+        self.world.count("drains", not ends)
+        self._handle(ReplicaDraining(name, ends=ends), lambda answers: None)
+
+    def _look(self) -> None:
+        self._handle(TimePassed(), lambda answers: None)
+        self.later(LOOK_S, self._look)
 
     def _ask_cache(self, name: str) -> None:
         self.world.count("snapshots of a cache", True)
@@ -277,6 +327,7 @@ class SchedulerComponent(Component):
         self._applied = 0
         self._late_refusals: list[Refusal] = []
         self._broken: list[Key] = []
+        self._given_back: list[Request] = []
         self._resting: tuple[Key, ...] = ()
         self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
@@ -292,6 +343,11 @@ class SchedulerComponent(Component):
     def abort(self, message: Keys, reply: Callable[[], None]) -> None:
         self._handle(RequestsAborted(message.keys))
         reply()
+
+    def recall(self, message: Keys, reply: Callable[[Submit], None]) -> None:
+        self._late_refusals += self._handle(RequestsRecalled(message.keys))
+        given, self._given_back = tuple(self._given_back), []
+        reply(Submit(given))
 
     def unknown(self, message: Keys, reply: Callable[[Keys], None]) -> None:
         """Without a worker it is not known; what the Router has yet to hear of in another way counts as here."""
@@ -317,6 +373,8 @@ class SchedulerComponent(Component):
                 case RequestEnded(finished):
                     self._ended.append(finished)
                     self._tell_ends()
+                case RequestGivenBack(request):
+                    self._given_back.append(request)
                 case BatchBroken(keys):
                     self.world.tell(self.life.name, "its batch broke: %s", keys)
                     self.world.count("broken batches", True)

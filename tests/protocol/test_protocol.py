@@ -52,6 +52,11 @@ MUST_HAPPEN = (
     "static batches returned",
     "snapshots of a cache",
     "prefix trees that agree",
+    "recalls",
+    "recalls that came too late",
+    "recalled requests that are gone",
+    "lost recalls",
+    "drains",
     "blocks that came back",
     "blocks that were damaged",
 )

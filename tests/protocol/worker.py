@@ -280,6 +280,7 @@ class WorkerComponent(Component):
         if plan is None or (plan.lease, plan.plan_seq) == reports.plan:
             return
         reports.plan = plan.lease, plan.plan_seq
+        self.world.check_one_worker(self.life.name, self.executor)
         self.device.places = tuple((slot.request_id, slot.attempt) for slot in plan.slots if not slot.standby)
         self.device.slots = {}
         for slot in plan.slots:

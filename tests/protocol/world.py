@@ -15,18 +15,20 @@ from farsight.core.messages.kv import BlockName
 from farsight.core.messages.plans import Slot, StepReport
 from farsight.core.messages.requests import Refusal
 from farsight.core.messages.tokens import TokenDelta
-from farsight.kvcache import BatchLimits, StepBatch
+from farsight.kvcache import BatchLimits, PlanExecutor, StepBatch
 from farsight.kvcache.tiers import TierLimits
 from farsight.policies.compose import (
     build_batch_runner,
     build_batch_scheduler,
     build_offload,
-    build_router,
     build_scheduler,
 )
+from farsight.policies.fleet.scheduler import GlobalScheduler
 from farsight.policies.interfaces import ReplicaPolicies, ScheduledRequest
 from farsight.policies.kv.split_batch import SplitBatch
+from farsight.policies.moves.recall import RecallRule
 from farsight.policies.order.offload_orders import OffloadDecider
+from farsight.policies.placement.base import PLACEMENTS
 from farsight.policies.presets import PRESETS
 from farsight.policies.replica.events import CostLearned
 from farsight.policies.replica.planner import ReplicaPlans
@@ -54,6 +56,9 @@ PATIENT_S = 20.0
 """Virtual, from the last fault: no component waits longer for a client that does not read."""
 
 MAX_OUTPUT = 16
+
+RECALL_AFTER_S = 0.05
+"""Ten times sooner than on a server: requests of these worlds are short."""
 
 PARTS = [("fcfs", "recompute-newest"), ("fcfs", "swap-newest"), ("hrrn", "swap-newest")]
 PARTS += [("skip-join-mlfq", f"enst-{kind}") for kind in ("proactive", "reactive", "defer", "recompute")]
@@ -111,6 +116,7 @@ class World:
         self.copy_rng = random.Random(seed)
         self.ingress_rng = random.Random(seed + 3)
         self.tier_rng = random.Random(seed + 4)
+        self.recall_rng = random.Random(seed + 5)
         self.disk: dict[BlockName, list[int]] = {}  # of all workers, whatever dies
         host_blocks = self.tier_rng.choice([0, self.tier_rng.randint(1, 8)])
         limits = TierLimits(host_blocks, self.tier_rng.randint(4, 40))
@@ -126,8 +132,17 @@ class World:
         self.is_static = self.in_batches and policy_rng.random() < 0.5
         if policy_rng.random() < 0.4:
             self.placement = "e2"
+        self._draw_recalls()
         self.network = Network(self.clock, rng, self.faults, thorough=rng.random() < 0.1)
         self._build()
+
+    def _draw_recalls(self) -> None:
+        self.recalls = not self.in_batches and self.recall_rng.random() < 0.5
+        if self.recalls:  # what waits on one replica, not named by a plan, while there is room on another
+            num_seqs = self.recall_rng.choice([1, 1, self.limits.max_num_seqs])
+            standby_slots = self.recall_rng.choice([0, 0, self.limits.standby_slots])
+            self.limits = replace(self.limits, max_num_seqs=num_seqs, standby_slots=standby_slots)
+            self.num_blocks.setdefault("1", self.num_blocks["0"])
 
     def _draw(self, rng: random.Random) -> None:
         """What kind of world this is."""
@@ -182,7 +197,9 @@ class World:
             return RouterComponent(
                 self, build_batch_scheduler(self.batch_preset, self.batch_settings, self.forecast_wait_s)
             )
-        return RouterComponent(self, build_router("fcfs", self.placement, PolicySettings(block_size=BLOCK)))
+        placement = PLACEMENTS.find(self.placement).build(PolicySettings(block_size=BLOCK))
+        rule = RecallRule(self.limits.max_num_seqs, RECALL_AFTER_S) if self.recalls else None
+        return RouterComponent(self, GlobalScheduler(placement, rule))
 
     def _make_scheduler(self, replica: str) -> SchedulerComponent:
         if self.in_batches:
@@ -242,6 +259,35 @@ class World:
             self.tell(name, "hangs for %.2f s", duration_s)
             component.life.hangs_until = self.clock.now + duration_s
             self.faults_until = max(self.faults_until, component.life.hangs_until)
+
+    def disturb_recall(self, replica: str) -> None:
+        """Now and then something dies while a replica is asked for what waits there, or what came back is placed."""
+        rng = self.recall_rng
+        if not self.calm and rng.random() < 0.1 and self.clock.now < 2 * BUSY_S:
+            others = [f"{kind}-{other}" for kind in ("scheduler", "worker") for other in self.num_blocks]
+            name = rng.choice(["router", f"scheduler-{replica}", f"worker-{replica}", *others])
+            away_s = rng.uniform(0.05, 1.0)
+            self.clock.after(rng.uniform(0, 0.1), lambda: self.kill(name, away_s))
+
+    def drain(self, replica: str, duration_s: float) -> None:
+        """A replica is given up for a while, if there is a Router to hear it and another replica."""
+        self.tell("supervisor", "drains replica %s for %.2f s", replica, duration_s)
+        self.faults_until = max(self.faults_until, self.clock.now + duration_s)
+        self._say_drain(replica, ends=False)
+        self.clock.after(duration_s, lambda: self._say_drain(replica, ends=True))
+
+    def _say_drain(self, replica: str, *, ends: bool) -> None:
+        router = self.network.living.get("router")
+        if router is not None:
+            router.life.run(lambda: router.drain(replica, ends=ends))
+
+    def check_one_worker(self, name: str, executor: PlanExecutor) -> None:
+        """An attempt is on one worker at any instant, wherever its request was before."""
+        own = {(each.request_id, each.attempt) for each in executor.sequences.values()}
+        for other, component in self.network.living.items():
+            if isinstance(component, WorkerComponent) and other != name:
+                held = {(each.request_id, each.attempt) for each in component.executor.sequences.values()}
+                assert not own & held, f"{own & held} are on {name} and on {other}"
 
     def break_connection(self, name: str, replica: str) -> None:
         """A component takes a living worker for dead."""

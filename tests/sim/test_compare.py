@@ -12,25 +12,12 @@ import pytest
 from rich.console import Console
 
 from farsight.core.errors import InvalidValueError
-from farsight.simulator.compare import Compared, compare, comparison_table, paired_ratio, paired_ratios, student_t
+from farsight.simulator.compare import Compared, compare, comparison_table, paired_ratio, paired_ratios
 from farsight.simulator.experiment import Experiment, make_arrivals
 from farsight.simulator.results import to_json
 from farsight.simulator.run import RunOutcome, run
 
 SMALL = Experiment(num_requests=40, kv_tokens=4000)
-
-
-def student_cdf(t: float, degrees: int) -> float:
-    """By the density, midpoints of 200,000 intervals."""
-    x = (np.arange(200_000) + 0.5) * t / 200_000
-    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(degrees * math.pi) / 2
-    density = np.exp(log_scale - (degrees + 1) / 2 * np.log1p(x**2 / degrees))
-    return 0.5 + float(density.sum() * t / 200_000)
-
-
-@pytest.mark.parametrize("degrees", [*range(1, 13), 20, 30, 100])
-def test_student_t(degrees: int) -> None:
-    assert student_cdf(student_t(degrees), degrees) == pytest.approx(0.975, abs=2e-5)
 
 
 def test_a_ratio_by_hand() -> None:

@@ -190,15 +190,26 @@ def test_kv_tokens_of_a_gpu() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_serves_a_model_with_states(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more sequences than there are states hold keys and values; none is moved, and no prefix is cached."""
+    """No more sequences than there are states hold keys and values; none is moved."""
     model = MODELS["qwen3.5-9b"]
     assert model.kv_bytes == 32 * 1024 and round(model.state_bytes / 2**20, 1) == 50.2
     latency = Roofline(GPUS["a100-80g"], model)
-    assert free_kv_tokens(latency) == int((72e9 - 18e9 - 512 * model.state_bytes) / (32 * 1024))
+    assert free_kv_tokens(latency) == int((72e9 - 18e9 - (512 + 128) * model.state_bytes) / (32 * 1024))
     monkeypatch.setattr("farsight.simulator.experiment.NUM_STATES", 3)
     experiment = replace(SMALL.under(preset), latency=latency, num_requests=30)
     done = run(experiment, make_arrivals(experiment)).recorder.done
-    assert len(done) == 30 and not any(record.num_swaps or record.cached_len for record in done)
+    assert len(done) == 30 and not any(record.num_swaps for record in done)
+
+
+def test_prefixes_are_found_where_a_state_is_kept() -> None:
+    """Of a model with states a little less than of one without: what lies behind the latest state is computed again."""
+    found = {}
+    for name in ("qwen3.5-9b", "mistral-7b"):
+        latency = Roofline(GPUS["a100-80g"], MODELS[name])
+        experiment = replace(SMALL, latency=latency, workload="tool", kv_tokens=200_000)
+        done = run(experiment, make_arrivals(experiment)).recorder.done
+        found[name] = sum(record.cached_len for record in done) / sum(record.arrival.prompt_len for record in done)
+    assert 0.5 * found["mistral-7b"] < found["qwen3.5-9b"] < found["mistral-7b"]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from farsight.core.costs import StepCost
 from farsight.core.errors import InvalidValueError
 from farsight.policies.batching.fcfs import FcfsBatches
 from farsight.simulator.cluster.latency import GPUS, MODELS, LatencyModel, LinearLatency, Roofline
-from farsight.simulator.cluster.padded import num_computed_tokens, padded_fleet
 from farsight.simulator.cluster.records import Record, Recorder
 from farsight.simulator.summary import MeanAndPercentiles, Sla, Summary, alone_s, show, summarize, tables
 from farsight.simulator.traffic.workload import SimRequest
+from lab.reproduce.padded import num_computed_tokens, padded_fleet
 from tests.sim.runs import STEP, arrivals, make_fleet
 
 LATENCIES, POINTS = ("ttft_s", "tpot_s", "itl_s", "mtpot_s", "jct_s", "slowdown"), ("mean", "p50", "p99")

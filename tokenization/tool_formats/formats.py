@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Style = Literal["object", "named", "harmony", "pythonic"]
+Style = Literal["object", "named", "harmony", "pythonic", "tags", "keys", "gemma", "python"]
 
 THINK_BEGIN = "<think>"
 THINK_END = "</think>"
@@ -17,12 +17,14 @@ class ToolFormat:
 
     Attributes:
         style: How a parser reads them: JSON objects that hold the name; a name, then JSON; the channels of harmony;
-            calls as in Python.
+            calls as in Python. The last four are read whole between two markers (``regions.py``).
         begin, separator, end: Before, between and behind the calls of an output.
         openers: Texts that begin calls; empty where calls are recognised by their own form.
         dropped: Further texts that frame calls and are no part of an answer.
         name_pattern: Style ``named``: what stands between an opener and the arguments; its group is the name.
+        closer: Behind calls that are read whole.
         parallel: Whether an output may hold several calls.
+        think: What begins reasoning, and what ends it.
         signs: A template that holds one of these texts is of this family.
     """
 
@@ -37,7 +39,9 @@ class ToolFormat:
     openers: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     name_pattern: str = ""
+    closer: str = ""
     parallel: bool = True
+    think: tuple[str, str] = (THINK_BEGIN, THINK_END)
     signs: tuple[str, ...] = ()
 
     @property
@@ -57,6 +61,7 @@ _ALL = (
         after_call="",
         openers=_HARMONY_MARKERS,
         parallel=False,
+        think=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
         signs=("<|channel|>",),
     ),
     ToolFormat(
@@ -120,6 +125,7 @@ _ALL = (
         after_call="",
         openers=("[TOOL_CALLS]",),
         dropped=("[ARGS]",),
+        think=("[THINK]", "[/THINK]"),
         name_pattern=r"\s*([^\s\[{]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*",
         signs=("[TOOL_CALLS]",),
     ),
@@ -146,6 +152,56 @@ _ALL = (
         signs=("<|python_tag|>", '"parameters": dictionary of argument name'),
     ),
     ToolFormat(
+        name="qwen3-coder",
+        style="tags",
+        before_name="<tool_call>\n<function=",
+        after_name=">\n",
+        after_call="</function>\n</tool_call>",
+        separator="\n",
+        openers=("<tool_call>",),
+        closer="</tool_call>",
+        dropped=("</tool_call>",),
+        signs=("<function=",),
+    ),
+    ToolFormat(
+        name="glm4.5",
+        style="keys",
+        before_name="<tool_call>",
+        after_name="\n",
+        after_call="</tool_call>",
+        separator="\n",
+        openers=("<tool_call>",),
+        closer="</tool_call>",
+        dropped=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        signs=("<arg_key>",),
+    ),
+    ToolFormat(
+        name="gemma4",
+        style="gemma",
+        before_name="<|tool_call>call:",
+        after_name="{",
+        after_call="}<tool_call|>",
+        openers=("<|tool_call>",),
+        closer="<tool_call|>",
+        dropped=("<tool_call|>", '<|"|>', "<|channel>"),
+        think=("<|channel>thought\n", "<channel|>"),
+        signs=("<|tool_call>",),
+    ),
+    ToolFormat(
+        name="lfm2",
+        style="python",
+        before_name="",
+        after_name="(",
+        after_call=")",
+        begin="<|tool_call_start|>[",
+        separator=", ",
+        end="]<|tool_call_end|>",
+        openers=("<|tool_call_start|>",),
+        closer="<|tool_call_end|>",
+        dropped=("<|tool_call_end|>",),
+        signs=("<|tool_call_start|>", "<|tool_list_start|>"),
+    ),
+    ToolFormat(
         name="hermes",
         style="object",
         before_name='<tool_call>\n{"name": "',
@@ -170,11 +226,6 @@ _ALL = (
 )
 """In the order in which a template is asked for their signs."""
 
-REASONING: dict[Style, tuple[str, str]] = {
-    "harmony": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
-}
-"""By style: what begins reasoning, and what ends it; ``THINK_BEGIN`` and ``THINK_END`` elsewhere."""
-
 FORMATS: dict[str, ToolFormat] = {each.name: each for each in _ALL}
 
 DEFAULT_FORMAT = "hermes"
@@ -189,4 +240,5 @@ def format_of(template: str) -> ToolFormat:
 
 def reasons(template: str) -> bool:
     """Whether outputs under this template may begin with reasoning."""
-    return THINK_END in template or FORMATS["harmony"].signs[0] in template
+    found = format_of(template)
+    return found.style == "harmony" or found.think[1] in template

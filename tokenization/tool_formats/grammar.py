@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from farsight.tokenization.grammars.sources import inline_schema
-from farsight.tokenization.tool_formats.formats import REASONING, THINK_BEGIN, THINK_END, ToolFormat
+from farsight.tokenization.tool_formats.formats import ToolFormat
 from farsight.tokenization.tool_formats.parts import Tool
+from farsight.tokenization.tool_formats.regions import is_text
 
 MAX_PARALLEL = 16
 """Most calls of one output: a model that repeats itself ends."""
@@ -87,13 +88,14 @@ class GrammarWriter:
         if not reasons:
             return ""
         if self._format.style == "harmony":
-            opened, closed = map(self._text, REASONING["harmony"])
+            opened, closed = map(self._text, self._format.think)
             self._rules += ["THOUGHT: /(?s:.*)/", f"lead: ({opened} THOUGHT {closed})?"]
             return "lead"
-        inner = f"{self._until(THINK_END)} SPACE"
+        begin, end = self._format.think
+        inner = f"{self._until(end)} SPACE"
         self._rules += [
             "SPACE: /[ \\n]{0,4}/",
-            f"lead: {inner}" if in_reasoning else f"lead: ({self._text(THINK_BEGIN)} {inner})?",
+            f"lead: {inner}" if in_reasoning else f"lead: ({self._text(begin)} {inner})?",
         ]
         return "lead"
 
@@ -139,35 +141,90 @@ class GrammarWriter:
         return name
 
     def _arguments(self, index: int, schema: dict[str, Any]) -> None:
-        if self._format.style == "pythonic":
-            self._keywords(index, schema)
+        if self._format.style in ("pythonic", "python"):
+            self._keywords(index, schema, "{}=", _python_value, _COMMA)
+        elif self._format.style == "tags":
+            self._keywords(index, schema, "<parameter={}>\n", self._tagged_value, "", "\n</parameter>\n")
+        elif self._format.style == "keys":
+            before = "<arg_key>{}</arg_key>\n<arg_value>"
+            self._keywords(index, schema, before, self._tagged_value, "", "</arg_value>\n")
+        elif self._format.style == "gemma":
+            self._keywords(index, schema, "{}:", self._gemma_value, _GEMMA_COMMA)
         else:
             self._rules.append(f"arguments_{index}: {inline_schema(schema)}")
 
-    def _keywords(self, index: int, schema: dict[str, Any]) -> None:
-        """``a=1, b="x"``: the required ones, then any of the others, each in the order of the schema."""
+    def _keywords(
+        self,
+        index: int,
+        schema: dict[str, Any],
+        before: str,
+        write: Callable[[Any, dict[str, Any]], str],
+        comma: str,
+        after: str = "",
+    ) -> None:
+        """``a=1, b="x"``: the required ones, then any of the others, each in the order of the schema.
+
+        Args:
+            before, after: What stands before a value, with the name's place, and behind it.
+            write: Returns the rule of a value, by its schema and the definitions that it may refer to.
+            comma: Between two of them.
+        """
         shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         required = set(schema.get("required", ()))
         properties: dict[str, Any] = schema.get("properties", {})
         unknown = schema.keys() - _PYTHONIC_KEYS
-        wrong = [name for name in properties.keys() | required if not name.isidentifier()]
+        wrong = [name for name in properties.keys() | required if not re.fullmatch(_NAMES[self._format.style], name)]
         if unknown or wrong or required - properties.keys():
             found = ", ".join(sorted(map(str, [*unknown, *wrong, *(required - properties.keys())])))
-            raise UnwritableTool(self._tools[index].name, f"its calls are written as in Python, which lacks: {found}")
+            raise UnwritableTool(self._tools[index].name, f"calls of {self._format.name} cannot write: {found}")
         names = sorted(properties, key=lambda name: name not in required)
         keywords = []
         for number, name in enumerate(names):
             rule = f"keyword_{index}_{number}"
-            self._rules.append(f"{rule}: {self._text(f'{name}=')} {_python_value(properties[name], shared)}")
+            head, value = self._text(before.format(name)), write(properties[name], shared)
+            self._rules.append(f"{rule}: {head} {value} {self._text(after)}")
             keywords.append((rule, name in required))
-        self._rules.append(f"arguments_{index}: {_listed(keywords)}")
+        self._rules.append(f"arguments_{index}: {_listed(keywords, comma)}")
+
+    def _tagged_value(self, schema: Any, shared: dict[str, Any]) -> str:
+        """Text as it is, anything else as JSON; no text of a forced call holds ``<``, which begins the closing tag."""
+        return _plain(schema) if is_text(schema) else inline_schema({**shared, **(schema or {})})
+
+    def _gemma_value(self, schema: Any, shared: dict[str, Any]) -> str:
+        """Texts between ``<|"|>``, names without; the rule of a value within values is one of its own."""
+        schema = _resolved(schema, shared)
+        kind = schema.get("type")
+        if isinstance(kind, list):
+            return f"({' | '.join(self._gemma_value({**schema, 'type': each}, shared) for each in kind)})"
+        if is_text(schema):
+            quote = self._text('<|"|>')
+            return f"{quote} {_plain(schema)} {quote}"
+        if kind == "array" and isinstance(schema.get("items"), dict):
+            item, most = self._gemma_value(schema["items"], shared), min(schema.get("maxItems", MAX_ITEMS), MAX_ITEMS)
+            least = schema.get("minItems", 0)
+            more = f'{item} ("," {item}){{{max(least - 1, 0)},{max(most - 1, 0)}}}'
+            return f'"[" {more if least else f"({more})?" if most else ""} "]"'
+        if kind == "object" and schema.get("properties"):
+            required = set(schema.get("required", ()))
+            names = sorted(schema["properties"], key=lambda name: name not in required)
+            keywords = []
+            for name in names:
+                rule = f"inner_{len(self._rules)}"
+                self._rules.append("")  # the place of its number
+                place = len(self._rules) - 1
+                value = self._gemma_value(schema["properties"][name], shared)
+                self._rules[place] = f"{rule}: {self._text(f'{name}:')} {value}"
+                keywords.append((rule, name in required))
+            return f'"{{" {_listed(keywords, _GEMMA_COMMA)} "}}"'
+        return inline_schema(schema)
 
     def _text(self, text: str) -> str:
         """A text as Lark writes it; markers that are special tokens go by their ids."""
         if not text:
             return ""
         parts = []
-        markers = sorted((*self._format.markers, THINK_BEGIN, THINK_END), key=len, reverse=True)
+        thoughts = [each for each in self._format.think if self._token_id(each) is not None]
+        markers = sorted((*self._format.markers, *thoughts), key=len, reverse=True)
         for part in re.split(f"({'|'.join(map(re.escape, markers))})", text):
             token_id = self._token_id(part) if part in markers else None
             if token_id is not None:
@@ -207,6 +264,32 @@ _PYTHONIC_KEYS = frozenset(
 
 
 _COMMA = '", "'
+_GEMMA_COMMA = '","'
+MAX_ITEMS = 64
+"""Most values of a list that Gemma 4 is made to write."""
+
+_IDENTIFIER = r"[^\W\d]\w*"
+_NAMES = {"pythonic": _IDENTIFIER, "python": _IDENTIFIER, "tags": r"[^>\s<]+", "keys": r"[^\s<]+", "gemma": r"[\w.-]+"}
+"""By style: which names arguments may have."""
+
+
+def _plain(schema: dict[str, Any]) -> str:
+    """A text as it is, by its schema."""
+    known = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if known is not None:
+        return f"({' | '.join(json.dumps(each, ensure_ascii=False) for each in known)})"
+    if "pattern" in schema:
+        return f"/{schema['pattern'].removeprefix('^').removesuffix('$')}/"
+    return f"/[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/"
+
+
+def _resolved(schema: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema with what it refers to."""
+    place = schema.get("$ref", "") if isinstance(schema, dict) else ""
+    found: Any = shared if place.startswith("#/") else schema
+    for part in place.removeprefix("#/").split("/") if place.startswith("#/") else ():
+        found = found.get(part, {}) if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _python_value(schema: Any, shared: dict[str, Any]) -> str:
@@ -217,22 +300,22 @@ def _python_value(schema: Any, shared: dict[str, Any]) -> str:
     return inline_schema({**shared, **schema} if isinstance(schema, dict) else {})
 
 
-def _listed(keywords: Sequence[tuple[str, bool]]) -> str:
+def _listed(keywords: Sequence[tuple[str, bool]], comma: str) -> str:
     """The keywords with commas between those that are there."""
     required = [rule for rule, is_required in keywords if is_required]
     others = [rule for rule, is_required in keywords if not is_required]
     if required:
-        return " ".join([*_joined(required), *_optional(others)])
-    chains = [" ".join([rule, *_optional(others[number + 1 :])]) for number, rule in enumerate(others)]
+        return " ".join([*_joined(required, comma), *_optional(others, comma)])
+    chains = [" ".join([rule, *_optional(others[number + 1 :], comma)]) for number, rule in enumerate(others)]
     return f"({' | '.join(chains)})?" if chains else '""'
 
 
-def _joined(rules: Sequence[str]) -> list[str]:
-    return [each for rule in rules for each in (_COMMA, rule)][1:]
+def _joined(rules: Sequence[str], comma: str) -> list[str]:
+    return [each for rule in rules for each in (comma, rule)][1:]
 
 
-def _optional(rules: Sequence[str]) -> list[str]:
-    return [f"({_COMMA} {rule})?" for rule in rules]
+def _optional(rules: Sequence[str], comma: str) -> list[str]:
+    return [f"({comma} {rule})?" for rule in rules]
 
 
 def _escaped(text: str) -> str:

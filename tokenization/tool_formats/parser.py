@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Protocol
 
-from farsight.tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THINK_END
+from farsight.tokenization.tool_formats.formats import FORMATS
 from farsight.tokenization.tool_formats.harmony import HarmonyParser
 from farsight.tokenization.tool_formats.object_call import JsonEnd, ObjectCall
 from farsight.tokenization.tool_formats.parts import (
@@ -22,6 +22,7 @@ from farsight.tokenization.tool_formats.parts import (
     TextPart,
 )
 from farsight.tokenization.tool_formats.pythonic import CALLS, MAYBE_CALLS, PythonEnd, read_call
+from farsight.tokenization.tool_formats.regions import read_region
 
 _MAX_HEADER = 1000
 """Most characters between an opener and the arguments of its call, and before the first call in Python."""
@@ -68,9 +69,13 @@ class OutputParser:
         self._parts: list[Part] = []
         self.num_calls = 0
         is_bare = bool(form.tools) and self._format.style == "object" and not self._format.openers
-        literals = self._format.markers if form.tools else ()
+        self._think_begin, self._think_end = self._format.think
+        self._think_prefixes = _prefixes([self._think_end])
+        self._searched = 0  # characters of the buffer in which a closer does not begin
+        literals: tuple[str, ...] = (self._think_begin,) if form.reasons else ()
+        if form.tools:  # what reasoning begins with is no marker of its own
+            literals += tuple(each for each in self._format.markers if not any(map(str.startswith, literals, [each])))
         literals += ("{",) if is_bare else ()
-        literals += (THINK_BEGIN,) if form.reasons else ()
         self._pattern = re.compile("|".join(map(re.escape, literals))) if literals else None
         self._prefixes = _prefixes(literals)
 
@@ -92,7 +97,7 @@ class OutputParser:
             self._say(self._opener + self._call.raw)
         elif self._step == self._calls_in_python:
             self._say(self._python_text + rest)
-        elif self._step in (self._opened, self._name):
+        elif self._step in (self._opened, self._name, self._region):
             self._say(self._opener + rest)
         elif self._step == self._text:
             self._say(rest)
@@ -101,14 +106,14 @@ class OutputParser:
         return self._parts
 
     def _reasoning(self) -> bool:
-        begin, found, rest = self._buffer.partition(THINK_END)
+        begin, found, rest = self._buffer.partition(self._think_end)
         if found:
             self._reason(begin.rstrip("\n"))
             self._buffer, self._step = rest, self._text
             self._behind_reasoning = True
             return True
         # A line break before the end is not shown.
-        ready = self._buffer[: len(self._buffer) - _held(self._buffer, _THINK_PREFIXES)].rstrip("\n")
+        ready = self._buffer[: len(self._buffer) - _held(self._buffer, self._think_prefixes)].rstrip("\n")
         self._reason(ready)
         self._buffer = self._buffer[len(ready) :]
         return False
@@ -148,7 +153,7 @@ class OutputParser:
         return self._format.style == "pythonic" and bool(self._form.tools) and not self._has_text
 
     def _literal(self, literal: str) -> bool:
-        if literal == THINK_BEGIN:
+        if literal == self._think_begin:
             if self._has_text or self.num_calls:
                 self._say(literal)
             else:
@@ -156,8 +161,27 @@ class OutputParser:
         elif literal == "{":
             self._begin_object("")
         elif literal in self._format.openers:
-            self._opener, self._step = literal, self._opened
+            self._opener, self._step = literal, self._region if self._format.closer else self._opened
+            self._searched = 0
         return True  # any other is dropped
+
+    def _region(self) -> bool:
+        """Behind an opener whose calls are read whole."""
+        end = self._buffer.find(self._format.closer, self._searched)
+        if end < 0:
+            self._searched = max(0, len(self._buffer) - len(self._format.closer))
+            return False
+        found = read_region(self._format.style, self._buffer[:end], self._form)
+        self._step = self._text
+        if found is None:
+            self._say(self._opener)
+            return True
+        self._buffer = self._buffer[end + len(self._format.closer) :]
+        for name, arguments in found:
+            index = self.num_calls
+            self._show([CallStart(index, name), CallArguments(index, arguments), CallEnd(index)])
+        self._behind_call = True
+        return True
 
     def _begin_object(self, opener: str) -> None:
         """``buffer`` lacks the brace, which has been read."""
@@ -280,9 +304,6 @@ class OutputParser:
 def _prefixes(literals: Iterable[str]) -> frozenset[str]:
     """All beginnings of the literals that are not the whole."""
     return frozenset(literal[:length] for literal in literals for length in range(1, len(literal)))
-
-
-_THINK_PREFIXES = _prefixes([THINK_END])
 
 
 def _held(text: str, prefixes: frozenset[str]) -> int:

@@ -78,6 +78,7 @@ class OutputForm:
         shows_reasoning: Whether the client gets it.
         forced: Whether it is calls and nothing else: then the beginning of a call that was cut is no text.
         parallel: Whether it may hold several calls; if not, the first is sent alone.
+        texts: Tools and those of their arguments that are texts.
         custom: Names of tools that take one text, of which the model knows functions with the argument ``input``.
     """
 
@@ -89,6 +90,7 @@ class OutputForm:
     forced: bool = False
     parallel: bool = True
     custom: tuple[str, ...] = ()
+    texts: frozenset[tuple[str, str]] = frozenset()
 
 
 class SentCalls:

@@ -61,6 +61,7 @@ _QWEN = COMMON | {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
+    "value_heads_tiled": False,
     "eos_token_id": None,
 }
 _QWEN_MOE = _QWEN | {
@@ -178,6 +179,7 @@ def _qwen_shapes(config: Fields, num_layers: int) -> tuple[LayerShape, ...]:
         config.size("linear_num_value_heads"),
         config.size("linear_key_head_dim"),
         config.size("linear_value_head_dim"),
+        config.flag("value_heads_tiled"),
     )
     if mixer.value_heads % mixer.key_heads:
         raise config.error("linear_num_value_heads", f"a multiple of the {mixer.key_heads} key heads")

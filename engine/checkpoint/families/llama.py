@@ -80,7 +80,9 @@ def _olmo3_rotaries(config: Fields, head_dim: int, windows: Windows) -> tuple[Ro
     """Layers that slide are not scaled, unless a scaling is given for them."""
     local = rope_of(config, "sliding_attention")
     if local is config:
-        local = config.having({"rope_scaling": None})
+        rope = config["rope_parameters"]
+        plain = {"rope_theta": rope["rope_theta"]} if isinstance(rope, dict) and "rope_theta" in rope else rope
+        local = config.having({"rope_scaling": None, "rope_parameters": plain})
     full = read_rotary(rope_of(config, "full_attention"), head_dim, ROPE_KINDS, partial=False)
     sliding = read_rotary(local, head_dim, ROPE_KINDS, partial=False)
     return tuple(full if window is None else sliding for window in windows)

@@ -48,6 +48,7 @@ class DeltaNet:
         length: Tokens that the convolution before it reads, the own one included.
         key_heads, value_heads: Heads; so many value heads in a row share a head of queries and keys.
         key, value: Values of a key and of a value.
+        tiled: Whether value head i shares that of number i modulo ``key_heads``, as in GGUF files.
     """
 
     length: int
@@ -55,6 +56,7 @@ class DeltaNet:
     value_heads: int
     key: int
     value: int
+    tiled: bool = False
 
     @property
     def convolved(self) -> int:

@@ -264,6 +264,7 @@ class TensorNames:
         q_up, kv_up: With latent attention: what makes queries of their latent, and keys and values of the other one.
         mixer: Prefix of what a layer has in place of attention; ``mixer_in``, ``mixer_out``: its first matrix, in
             parts, and its last one; ``mixer_conv``: its convolution; ``mixer_grouped``: the first lies by key head.
+        rates, steps, mixer_norm: Of the delta rule; ``rates_ready``: the rates are stored as they are computed with.
         all_inputs: What gives every layer inputs of its own: embedding, projection of the others, and its norm.
         inputs: What a layer makes of them: gate, projection, and norm.
         layer_scale: The number that a layer multiplies the stream with.
@@ -315,6 +316,10 @@ class TensorNames:
     mixer_out: str = "out_proj"
     mixer_conv: str = "conv1d"
     mixer_grouped: bool = False
+    rates: str = "A_log"
+    rates_ready: bool = False
+    steps: str = "dt_bias"
+    mixer_norm: str = "norm.weight"
     all_inputs: tuple[str, str, str] = (
         "model.embed_tokens_per_layer",
         "model.per_layer_model_projection",
@@ -330,6 +335,10 @@ class TensorNames:
         "post_feedforward_layernorm_2",
     )
     further_layers: bool = False
+
+    def of_mixer(self, part: str) -> str:
+        """Returns the name in a layer of a part of what it has in place of attention."""
+        return f"{self.mixer}.{part}" if self.mixer else part
 
     @property
     def in_order(self) -> bool:

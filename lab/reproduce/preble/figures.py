@@ -18,7 +18,7 @@ import numpy as np
 
 from farsight.policies.placement.base import ReplicaLoad
 from farsight.policies.placement.e2 import E2Router
-from farsight.policies.placement.e2_profiles import from_step_cost
+from farsight.policies.placement.load_cost import from_step_cost
 from farsight.simulator.traffic.prefixes import TOOL_USE, VIDEO_QA, Level, PrefixLaw, prefix_workload
 from farsight.simulator.traffic.traces import MissingTraceError, find_data, read_trace
 from farsight.simulator.traffic.workload import SimRequest

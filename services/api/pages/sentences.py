@@ -81,6 +81,10 @@ def _seconds(facts: Facts, name: str) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
 
 
+_MOVES = {"drain": "which drains", "starved head": "where it could not run yet"}
+"""Why requests move, by ``Moved.reason``."""
+
+
 def _placed(facts: Facts) -> str:
     said = _where(facts)
     if "session" not in facts:
@@ -91,6 +95,9 @@ def _placed(facts: Facts) -> str:
 
 def _where(facts: Facts) -> str:
     waited = f" after {_seconds(facts, 'waited_s')} with no replica available" if "waited_s" in facts else ""
+    if "moved_from" in facts:
+        there = f"{_seconds(facts, 'waited_there_s')} in the queue of replica {facts['moved_from']}"
+        waited = f" after {there} ({_MOVES.get(str(facts.get('because')), 'room elsewhere')})"
     where = f"The router placed it on replica {facts.get('replica', '?')}{waited}"
     reason = str(facts.get("reason", ""))
     if "batch_size" in facts:
@@ -209,6 +216,8 @@ def _standing(facts: Facts) -> str:
 def _room(facts: Facts) -> str:
     """The KV memory that admission counted, without a full stop; empty if it recorded none."""
     limit = f"at most {_count(facts, 'limit_tokens')}"
+    if "longest_tokens" in facts:
+        return f"KV memory lasts for all requests at their longest, {_tokens(facts, 'longest_tokens')}, {limit}"
     if "predicted_peak_tokens" in facts:
         capacity = f" of {_count(facts, 'capacity_tokens')}" if "capacity_tokens" in facts else ""
         return f"KV memory is predicted to peak at {_tokens(facts, 'predicted_peak_tokens')}, {limit}{capacity}"
@@ -366,6 +375,7 @@ _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
     "adopted": "Taken over by a new scheduler with {output_tokens:token} of output; the decisions of the scheduler "
     "before it are lost.",
     "superseded": "Dropped here: a later attempt of the request has replaced this one.",
+    "recalled": "Given back to the router before it had run.",
     "batch_broken": "Its batch ran out of KV memory and is split: the request starts again in a smaller batch after "
     "{output_tokens:token} of output.",
     "aborted": "Aborted after {output_tokens:token} of output: its client left, or it continues elsewhere.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
@@ -11,9 +11,6 @@ from farsight.core.request import ReasoningBudget
 from farsight.tokenization.text_stream import TextDecoder, TokenBytes, special_ids
 from farsight.tokenization.tool_formats.formats import (
     FORMATS,
-    REASONING,
-    THINK_BEGIN,
-    THINK_END,
     ToolFormat,
     format_of,
     reasons,
@@ -37,11 +34,10 @@ class Dialect:
         self.format: ToolFormat = format_of(template) if tool_format == "auto" else FORMATS[tool_format]
         self.reasons = reasons(template)
         special = special_ids(tokenizer)
-        markers = (*self.format.markers, THINK_BEGIN, THINK_END)
+        markers = (*self.format.markers, *self.format.think)
         found = {marker: tokenizer.token_to_id(marker) for marker in markers}
         self._special = {marker: token_id for marker, token_id in found.items() if token_id in special}
-        begin, end = REASONING.get(self.format.style, (THINK_BEGIN, THINK_END))
-        self._reasoning = [tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (begin, end)]
+        self._reasoning = [tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in self.format.think]
 
     def token_id(self, text: str) -> int | None:
         """The special token that a text is; None for any other text."""
@@ -64,6 +60,7 @@ class Dialect:
         shows_reasoning: bool = True,
         reasons: bool = True,
         custom: Sequence[str] = (),
+        texts: Iterable[tuple[str, str]] = (),
     ) -> OutputForm | None:
         """What an output behind this prompt may hold beside text; None for nothing.
 
@@ -73,13 +70,14 @@ class Dialect:
             parallel: Whether it may hold several calls.
             reasons: Whether the output may begin with reasoning, if the model does that.
             custom: Names of tools that take one text.
+            texts: Tools and those of their arguments that are texts.
         """
         if not tools and not self.reasons:
             return None
         may_reason = self.reasons and reasons
-        in_reasoning = may_reason and rendered.rstrip().endswith(THINK_BEGIN)
+        in_reasoning = may_reason and rendered.rstrip().endswith(self.format.think[0].rstrip())
         lead = may_reason, in_reasoning, shows_reasoning
-        return OutputForm(self.format.name, tuple(tools), *lead, forced, parallel, tuple(custom))
+        return OutputForm(self.format.name, tuple(tools), *lead, forced, parallel, tuple(custom), frozenset(texts))
 
     def shown_ids(self) -> tuple[int, ...]:
         """Special tokens that a parser has to see."""

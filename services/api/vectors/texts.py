@@ -15,7 +15,7 @@ from farsight.services.api.backend import Generator, ModelInfo
 from farsight.services.api.errors import ApiError
 from farsight.services.api.generate import run_prefill
 from farsight.services.api.requests import check_encoded, check_model, check_text_len, too_long, unnamed_request
-from farsight.services.api.text.prompts import PromptEncoder
+from farsight.services.api.text.prompts import ChatEnd, ChatPrompt, PromptEncoder
 from farsight.services.api.vectors.schemas import EmbeddingRequest, PrefillFields
 
 MAX_IN_FLIGHT = 32
@@ -77,11 +77,22 @@ def pair_requests(
     for index, (first, second) in enumerate(pairs):
         name = f"{field}[{index}]"
         check_text_len(name, first + second, model, encoder)
-        ids, second_at = encoder.encode_pair(first, second)
+        ids, second_at = _pair(first, second, model, encoder)
         check_encoded(name, ids, model)
         ids = _fitting(name, ids, body, model)
         found.append(_request(ids, "score", body, model, second_at=min(second_at, len(ids))))
     return found
+
+
+def _pair(first: str, second: str, model: ModelInfo, encoder: PromptEncoder) -> tuple[tuple[int, ...], int]:
+    """Token ids of two texts, and where the second begins: 0 for a decoder, whose chat template knows their roles."""
+    abilities = model.abilities
+    if not abilities.score_ids:
+        return encoder.encode_pair(first, second)
+    told = [{"role": "system", "content": abilities.instruction}] if abilities.instruction else []
+    pair = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+    end = ChatEnd.NEW_TURN if abilities.begins_turn else ChatEnd.AFTER_MESSAGES
+    return encoder.encode_rendered(encoder.render_chat(ChatPrompt([*told, *pair], end))), 0
 
 
 def check_embeds(name: str | None, model: ModelInfo) -> None:
@@ -122,7 +133,8 @@ def _fitting(field: str, ids: tuple[int, ...], body: PrefillFields, model: Model
 def _request(
     ids: tuple[int, ...], pooling: str, body: PrefillFields, model: ModelInfo, *, second_at: int = 0
 ) -> Request:
-    sampling = SamplingParams(1, pooling=pooling, second_at=second_at)
+    score_ids = model.abilities.score_ids if pooling == "score" else ()
+    sampling = SamplingParams(1, pooling=pooling, second_at=second_at, allowed_token_ids=score_ids)
     targets = {"priority": body.request_priority, "deadline_s": body.deadline_s, "slo": body.request_slo}
     return unnamed_request(ids, sampling, model_version=model.version, **targets)
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from farsight.core.config.scheduling import SchedulerConfig
+from farsight.core.config.scheduling import PlacementConfig, SchedulerConfig
 from farsight.core.costs import StepCost
 from farsight.kvcache import LeaseExecutor
 from farsight.policies.compose import build_router, build_scheduler
@@ -30,13 +30,14 @@ def fleet(
     clients: int | None = None,
     kv: str = "recompute-newest",
     scaling: Scaling | None = None,
+    recall: bool = False,
 ) -> Fleet:
     whole = FleetShape(shape, latency, num_replicas, scaling=scaling)
     limits = SchedulerLimits(shape.max_num_seqs, standby_slots=0)
-    settings = PolicySettings(SchedulerConfig(watermark=1.0, max_gap_ms=0.0))
-    return Fleet(
-        whole, build_router("fcfs"), lambda _: build_scheduler("fcfs", limits, settings, kv=kv), clients=clients
-    )
+    placement = PlacementConfig(recall=recall)
+    settings = PolicySettings(SchedulerConfig(watermark=1.0, max_gap_ms=0.0), placement=placement)
+    router = build_router("fcfs", settings=settings, places=shape.max_num_seqs)
+    return Fleet(whole, router, lambda _: build_scheduler("fcfs", limits, settings, kv=kv), clients=clients)
 
 
 def by_id(records: list[Record]) -> dict[str, Record]:
@@ -149,3 +150,17 @@ def test_replicas_follow_the_predicted_delay_and_no_request_is_lost_on_the_way()
     assert 500 < runs[0].replica_s < 700, "three more for a minute, one fewer each 20 s, one for 291 s"
     assert runs[1].replica_s == runs[1].now
     assert sum(each.jct_s for each in records[0].values()) < 0.7 * sum(each.jct_s for each in records[1].values())
+
+
+def test_what_waits_moves_to_a_replica_that_has_come_up() -> None:
+    scaling = Scaling(1, 2, target_queue_delay_s=1.0, scale_down_after_s=1e9, places=2, start_s=5.0)
+    burst = [SimRequest(f"m{number}", 0.0, 10, 20, 20) for number in range(20)]
+    shape, latency = ReplicaShape(100, max_num_seqs=2), LinearLatency(StepCost(0.1, 0.0, 0.0, 0.0))
+    runs = [fleet(shape, latency, scaling=scaling, recall=recall) for recall in (False, True)]
+    records = [by_id(each.run(burst).done) for each in runs]
+    assert [len(each) for each in records] == [20, 20]
+    assert {each.replica for each in records[0].values()} == {"0"}, "what was placed stays"
+    moved = [each for each in records[1].values() if each.replica == "1"]
+    assert len(moved) == runs[1].num_recalled == 6, "of ten pairs, each of which takes two seconds, half ran before"
+    assert min(each.first_token_at for each in moved) == pytest.approx(9.1), "the second replica is up after 9 s"
+    assert runs[1].now < 0.8 * runs[0].now

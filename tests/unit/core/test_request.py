@@ -16,14 +16,14 @@ from farsight.core.request import Request, SamplingParams, SequenceStatus
 
 
 def test_statuses_are_ordered_and_everything_from_stopped_on_is_an_end() -> None:
-    ends = {status.name: status.finish_reason for status in SequenceStatus if status.is_finished}
+    ends = {status.name: status.finish_reason for status in SequenceStatus if status >= SequenceStatus.FINISHED_STOPPED}
     assert ends == {
         "FINISHED_STOPPED": "stop",
         "FINISHED_LENGTH": "length",
         "FINISHED_ABORTED": "abort",
         "FINISHED_FAILED": "error",
     }
-    assert all(status.finish_reason is None for status in SequenceStatus if not status.is_finished)
+    assert all(status.finish_reason is None for status in SequenceStatus if status < SequenceStatus.FINISHED_STOPPED)
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,21 @@ ARCHITECTURES = {
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
     "GptOssForCausalLM": "gpt-oss",
+    "Olmo3ForCausalLM": "olmo2",
+    "Ministral3ForCausalLM": "mistral3",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "Gemma4ForCausalLM": "gemma4",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2moe",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
 }
-PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
+PERMUTED = ("llama", "granite", "granitemoe", "smollm3", "mistral3")
 """Architectures whose queries and keys the converter orders in pairs; GLM's and Cohere's are so in transformers."""
 
 WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
-            "Cohere2ForCausalLM", "GptOssForCausalLM")  # fmt: skip
+            "Cohere2ForCausalLM", "GptOssForCausalLM", "Olmo3ForCausalLM", "Gemma4ForCausalLM")  # fmt: skip
 """Classes whose window the converter writes."""
 
 MAX_LAYERS = 64
@@ -77,13 +86,47 @@ def plain_rows(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return tensor.reshape(heads, len(tensor) // heads // 2, 2, -1).swapaxes(1, 2).reshape(tensor.shape)
 
 
-def converted(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _tiled(tensor: torch.Tensor, config: Mapping[str, Any], size: int, dim: int = 0) -> torch.Tensor:
+    """The converter's order of value heads of ``size`` values: those that share a head of keys are not neighbours."""
+    keys, before = config["linear_num_key_heads"], tensor.shape[:dim]
+    heads = tensor.reshape(*before, keys, config["linear_num_value_heads"] // keys, size, *tensor.shape[dim + 1 :])
+    return heads.transpose(dim, dim + 1).reshape(tensor.shape)
+
+
+def _of_hybrid(name: str, tensor: torch.Tensor, config: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
+    """What the converter makes of a tensor of a model with states, or with numbers added to the scores of experts."""
+    if name.endswith("layer_scalar"):
+        return f"{name}.weight", tensor
+    for ending in ("expert_bias", "e_score_correction_bias"):
+        if name.endswith(ending):
+            return name.removesuffix("_bias") + ("_bias.bias" if ending == "expert_bias" else ".bias"), tensor
+    if name.endswith("conv.weight"):
+        return name, tensor.squeeze(1)
+    if "linear_num_key_heads" not in config:
+        return name, tensor
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return name, tensor + 1
+    values = config["linear_value_head_dim"]
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        plain = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        rows = tensor.squeeze(1)
+        return name, torch.cat([rows[:plain], _tiled(rows[plain:], config, values)])
+    if name.endswith(("in_proj_z.weight", "linear_attn.out_proj.weight")):
+        return name, _tiled(tensor, config, values, int("out_proj" in name))
+    if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "dt_bias", "A_log")):
+        found = _tiled(tensor, config, 1)
+        return name.replace("dt_bias", "dt_proj.bias"), -found.exp() if name.endswith("A_log") else found
+    return name, tensor
+
+
+def converted(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors as the converter cuts and joins them: one for the gates of all experts of a layer, and so on."""
+    tensors = dict(_of_hybrid(name, tensor, config) for name, tensor in tensors.items())
     experts: dict[str, dict[int, torch.Tensor]] = {}
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".mlp.experts.")
-        if found := re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)(\..*)", name):
+        if found := re.fullmatch(r"(?:(?=model.*mlp)|model\.)(.*\.(?:mlp|feed_forward)\.experts)\.(\d+)(\..*)", name):
             experts.setdefault(found[1] + found[3], {})[int(found[2])] = tensor
         elif found := re.fullmatch(r"model\.(.*)\.block_sparse_moe\.experts\.(\d+)\.(.*)", name):
             experts.setdefault(f"{found[1]}.feed_forward.experts.{found[3]}", {})[int(found[2])] = tensor
@@ -146,6 +189,8 @@ def write_gguf(
         architecture: Another ``general.architecture`` than that of the class.
     """
     config = json.loads((model_dir / "config.json").read_text())
+    for far in (config.get("per_layer_config") or {}).values():  # of Gemma 4's layers that attend to all tokens
+        config |= {"global_head_dim": far["head_dim"], "num_global_key_value_heads": far.get("num_key_value_heads")}
     architecture = architecture or ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(str(out), architecture)
     _write_config(writer, config)
@@ -154,13 +199,15 @@ def write_gguf(
         writer.add_tensor(name, vector.astype(np.float32))
     for name, number in (numbers or {}).items():
         writer.add_uint32(name, number)
-    for number, (name, tensor) in enumerate(sorted(converted(load_file(model_dir / "model.safetensors")).items())):
+    for number, (name, tensor) in enumerate(
+        sorted(converted(load_file(model_dir / "model.safetensors"), config).items())
+    ):
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         own = next((each for part, each in (kinds or {}).items() if part in name), kind)
         heads = heads_of(name, config)
         values = rotated_rows(tensor, heads) if heads else tensor
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        if architecture in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             values = values + 1
         _write_tensor(writer, gguf_name(name, architecture), values.float().contiguous().numpy(), own, number)
     writer.write_header_to_file()
@@ -189,19 +236,34 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    inner, shared = config["intermediate_size"], config.get("num_kv_shared_layers", 0)
+    own = config["num_hidden_layers"] - shared
+    wide = config.get("use_double_wide_mlp")
+    writer.add_feed_forward_length([inner] * own + [2 * inner] * shared if wide else inner)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    kv_heads = config["num_key_value_heads"]
+    if "conv_L_cache" in config:
+        kv_heads = [kv_heads * (kind != "conv") for kind in config["layer_types"]]
+    elif config.get("attention_k_eq_v"):
+        far = config["num_global_key_value_heads"]
+        kv_heads = [kv_heads if kind == "sliding_attention" else far for kind in config["layer_types"]]
+    writer.add_head_count_kv(kv_heads)
+    if "global_head_dim" in config:
+        writer.add_key_length_swa(head_dim)
+        head_dim = config["global_head_dim"]
+        rope = rope | {"partial_rotary_factor": 1}
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
+    writer.add_rope_dimension_count(int(head_dim * partial))
     writer.add_rope_freq_base(rope["rope_theta"])
-    if "rms_norm_eps" in config:
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if eps := config.get("rms_norm_eps") or config.get("norm_eps"):
+        writer.add_layer_norm_rms_eps(eps)
     else:
         writer.add_layer_norm_eps(config["layer_norm_eps"])
     if "num_experts_per_tok" in config:
-        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
+        counts = map(config.get, ("num_local_experts", "num_experts", "n_routed_experts"))
+        writer.add_expert_count(next(filter(None, counts)))
         writer.add_expert_used_count(config["num_experts_per_tok"])
     for field, add in (
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
@@ -213,6 +275,16 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         ("logit_scale", writer.add_logit_scale),
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("n_shared_experts", writer.add_expert_shared_count),
+        ("first_k_dense_replace", writer.add_leading_dense_block_count),
+        ("num_dense_layers", writer.add_leading_dense_block_count),
+        ("routed_scaling_factor", writer.add_expert_weights_scale),
+        ("norm_topk_prob", writer.add_expert_weights_norm),
+        ("conv_L_cache", writer.add_shortconv_l_cache),
+        ("linear_conv_kernel_dim", writer.add_ssm_conv_kernel),
+        ("linear_key_head_dim", writer.add_ssm_state_size),
+        ("linear_num_key_heads", writer.add_ssm_group_count),
+        ("linear_num_value_heads", writer.add_ssm_time_step_rank),
     ):
         if config.get(field) is not None:
             add(config[field])
@@ -234,6 +306,21 @@ def _write_own(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
     if name == "Gemma3ForCausalLM":
         writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if name == "Gemma4ForCausalLM":
+        rope = config["rope_parameters"]
+        writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+        writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        width = config["global_head_dim"] // 2
+        turned = int(width * rope["full_attention"]["partial_rotary_factor"])
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (width - turned), dtype=np.float32))
+    if name in ("Olmo3ForCausalLM", "Gemma4ForCausalLM"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if name == "Ministral3ForCausalLM":
+        writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
+    if "linear_num_value_heads" in config:
+        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
     if name == "GptOssForCausalLM":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from farsight.core.config.engine import EngineConfig
 from farsight.core.config.scheduling import SchedulerConfig
 from farsight.core.errors import ConfigError, IntegrityError
+from farsight.core.messages.tokens import DeltaLogprobs
 from farsight.core.request import SamplingParams
 from farsight.engine.checkpoint.model_config import load_model_config
 from farsight.engine.engine import Engine
@@ -214,6 +215,70 @@ def test_every_preset_serves_a_model_with_states(
     found, _ = outputs_of(served, [served.submit(*each) for each in zip(PROMPTS, SAMPLING, strict=True)])
     assert served.worker.executor.prefix_hits == 0
     assert found == expected
+
+
+def logged_outputs(
+    engine: Engine, prompts: list[list[int]], sampling: list[SamplingParams]
+) -> list[list[tuple[tuple[int, ...], DeltaLogprobs | None]]]:
+    """The tokens of each request with the float32 log probabilities of those that were likely."""
+    found: dict[str, list[tuple[tuple[int, ...], DeltaLogprobs | None]]] = {
+        engine.submit(*each): [] for each in zip(prompts, sampling, strict=True)
+    }
+    while not engine.idle:
+        for delta in engine.step():
+            found[delta.request_id].append((delta.token_ids, delta.logprobs))
+    engine.check_integrity()
+    return list(found.values())
+
+
+def prefixed_prompts(rng: random.Random) -> list[list[int]]:
+    """Prompts that begin alike: a few words, and what was said before."""
+    told: list[list[int]] = [[rng.randrange(3, 300) for _ in range(rng.choice([15, 16, 33, 47]))] for _ in range(2)]
+    for _ in range(10):
+        before = rng.choice(told)
+        own = [rng.randrange(3, 300) for _ in range(rng.randint(0, 20))]
+        told.append([*before[: rng.choice([len(before), rng.randint(1, len(before))])], *own][:70])
+    return rng.sample(told, len(told))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "seeds",
+    [range(9), *(pytest.param(range(i, i + 80), marks=pytest.mark.nightly) for i in range(9, 849, 80))],
+    ids=str,
+)
+def test_hits_and_misses_give_the_same_bits(
+    saved: Callable[[str], Path], name: str, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 requests a round, each of them a case, in steps of any size, with preemptions and few places for states."""
+    monkeypatch.setattr("farsight.kvcache.checkpoints.SHORTEST_SPACING", 16)
+    monkeypatch.setattr("farsight.kvcache.checkpoints.OUTPUT_SPACING", 16)
+    config = load_model_config(saved(name))
+    miss = engine(saved(name), 60, prefix_cache=False)
+    hits = queries = 0
+    for some in range(seeds.start, seeds.stop, 3):
+        rng = random.Random(some)
+        sizes = {"max_batch_tokens": rng.randint(5, 40), "state_memory": str(rng.randint(1, 9) * config.state_bytes)}
+        hit = engine(saved(name), rng.choice([8, 10, 40]), **sizes)
+        for seed in range(some, min(some + 3, seeds.stop)):
+            prompts = prefixed_prompts(random.Random(seed))
+            sampling = [
+                SamplingParams(rng.randint(1, 20), temperature=0.8, seed=i, ignore_eos=True, logprobs=1)
+                for i in range(len(prompts))
+            ]
+            assert logged_outputs(hit, prompts, sampling) == logged_outputs(miss, prompts, sampling), f"round {seed}"
+        hits, queries = hits + hit.worker.executor.prefix_hits, queries + hit.worker.executor.prefix_queries
+    assert 0.08 < hits / queries < 1
+
+
+def test_memory_for_states_holds_at_least_one(saved: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.state_memory.*room for a state of \d+ bytes"):
+        engine(saved("lfm2"), 8, state_memory="16")
+    with pytest.raises(ConfigError, match=r"engine\.state_memory.*auto, or 0 for none"):
+        EngineConfig(state_memory="all")
+    none = engine(saved("lfm2"), 20, state_memory="0")
+    none.generate([PROMPTS[0] * 9] * 2, SamplingParams(1))
+    assert none.worker.executor.prefix_queries == 0
 
 
 def test_resumed_after_a_kill(saved: Callable[[str], Path], expected: list[tuple[int, ...]]) -> None:

@@ -8,7 +8,7 @@ from farsight.core.config.scheduling import PlacementConfig
 from farsight.core.messages.plans import KVCacheEvent
 from farsight.policies.placement.base import ReplicaLoad
 from farsight.policies.placement.e2 import E2Choice, E2Router
-from farsight.policies.placement.e2_profiles import Regressions
+from farsight.policies.placement.load_cost import Regressions
 from farsight.policies.placement.prefix_tree import Path
 
 LINEAR = Regressions(lambda new, context: new * 1e-3, lambda output, context: output * 2e-3)

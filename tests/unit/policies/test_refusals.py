@@ -28,9 +28,9 @@ from farsight.policies.order.gittins import DecodePrice, Gittins
 from farsight.policies.order.hit_groups import HitGroups
 from farsight.policies.placement.e2 import E2Router
 from farsight.policies.placement.e2_forecast import E2Forecast
-from farsight.policies.placement.oracle_partition import OraclePartition
 from farsight.policies.replica.planner import StepBudget
 from farsight.policies.settings import MlfqRules
+from lab.reproduce.preble.runs import OraclePartition
 from tests.unit.policies.e2_driver import LINEAR
 from tests.unit.policies.mlfq_server import UNIT_COST, unit_mlfq
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -116,16 +117,16 @@ def split(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated"), plain])
 
 
-def qwen_pattern() -> str:
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    return PRETOKENIZE_REGEX
+def qwen_pattern(name: str) -> str:
+    found: str = importlib.import_module(f"transformers.models.{name}.tokenization_{name}").PRETOKENIZE_REGEX
+    return found
 
 
 PRE: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
     "llama-bpe": lambda: split(LLAMA3),
-    "qwen2": lambda: split(qwen_pattern()),
+    "qwen2": lambda: split(qwen_pattern("qwen2")),
+    "qwen35": lambda: split(qwen_pattern("qwen3_5")),
     "tekken": lambda: split(TEKKEN),
     "smollm": lambda: pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -137,7 +138,7 @@ def byte_level(pre: str, *, bos: bool) -> Tokenizer:
     """As the models that have such a pre-tokenizer; trained on texts in which the pre-tokenizers differ."""
     whole_words = pre in ("llama-bpe", "tekken")
     tokenizer = Tokenizer(models.BPE(ignore_merges=whole_words))
-    tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    tokenizer.normalizer = normalizers.NFC() if pre.startswith("qwen") else None
     tokenizer.pre_tokenizer = PRE[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -158,6 +159,38 @@ def test_byte_level_tokenizers(pre, bos, tmp_path):
     roles: dict[str, Any] = {"eos": "<|im_end|>", "bos": "<s>"}
     path = save(tmp_path, theirs, pre, add_bos=bos, **roles)
     assert_same(load_tokenizer(path), theirs)
+
+
+def test_a_tokenizer_of_gemma_4(tmp_path):
+    """Spaces are characters, bytes stand for what is missing, the file lists the merges; some tokens end an output."""
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    marks = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>", "<|tool_response>"]
+    alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=marks + alphabet, show_progress=False)
+    trained.train_from_iterator([*CORPUS, *ODD[:12]] * 3, trainer)
+    raw = json.loads(trained.to_str())["model"]
+    merges = [tuple(merge) for merge in raw["merges"]]
+    theirs = Tokenizer(models.BPE(raw["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    theirs.normalizer = trained.normalizer
+    theirs.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    theirs.add_special_tokens([AddedToken(each, normalized=False, special=True) for each in marks])
+    theirs.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    tokens = sorted(raw["vocab"], key=raw["vocab"].__getitem__)
+    writer.add_token_list(tokens)
+    kinds = {**dict.fromkeys(alphabet, gguf.TokenType.BYTE), **dict.fromkeys(marks, gguf.TokenType.CONTROL)}
+    writer.add_token_types([kinds.get(token, gguf.TokenType.NORMAL) for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_add_space_prefix(False)
+    writer.add_add_bos_token(True)
+    for role, token_id in (("bos", 2), ("eos", 1), ("unk", 3)):
+        getattr(writer, f"add_{role}_token_id")(token_id)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
+        write()
+    assert_same(load_tokenizer(tmp_path / "model.gguf"), theirs)
+    assert gguf_end_ids(read_gguf(tmp_path / "model.gguf")) == (1, 4, 5)
 
 
 PLAIN = [
@@ -181,14 +214,16 @@ def llama_cpp_ids(path: Path, text: str) -> list[int]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("pre", ["gpt-2", "refact", "command-r", "llama-bpe", "glm4", "qwen2", "tekken", "llama"])
+@pytest.mark.parametrize(
+    "pre", ["gpt-2", "refact", "command-r", "llama-bpe", "lfm2", "glm4", "qwen2", "qwen35", "tekken", "llama"]
+)
 def test_ids_are_those_of_llama_cpp(pre, tmp_path):
     """Both read one file."""
     if pre == "llama":
         tokens = [each for each in scored(space=False)[1] if "\0" not in each[0]]  # where llama.cpp's would end
         path = save_scored(tmp_path, tokens, space=False)
     else:
-        alike = {"refact": "smollm", "command-r": "smollm", "glm4": "llama-bpe"}.get(pre, pre)
+        alike = {"refact": "smollm", "command-r": "smollm", "glm4": "llama-bpe", "lfm2": "llama-bpe"}.get(pre, pre)
         roles: dict[str, Any] = {"eos": "<|im_end|>", "bos": "<s>"}
         path = save(tmp_path, byte_level(alike, bos=False), pre, **roles)
     ours = load_tokenizer(path)

@@ -41,12 +41,19 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4": {"attention_bias": True},
     "cohere2": {"logit_scale": 0.5},
     "gpt-oss": {"swiglu_limit": 7.0},
+    "ministral3": {
+        "rope_parameters": FAMILIES["ministral3"]["rope_parameters"] | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    },
+    "glm4 moe": {"n_group": 1, "topk_group": 1},
+    "lfm2": {"conv_bias": False},
+    "lfm2 moe": {"routed_scaling_factor": 1.0},
 }
 WRITTEN = {
     name: FAMILIES[name] | PERIODS.get(name, {}) | OWN.get(name, {})
     for name in (
         *("llama yarn", "mistral", "mixtral", "qwen2 moe", "gemma", "gemma2", "gemma3", "granite", "granite moe"),
-        *("olmo2", "olmoe", "smollm3", "glm4", "cohere", "cohere2", "gpt-oss"),
+        *("olmo2", "olmo3", "olmoe", "smollm3", "glm4", "glm4 moe", "cohere", "cohere2", "gpt-oss"),
+        *("gemma4", "gemma4 e", "ministral3", "ernie 4.5", "lfm2", "lfm2 moe", "qwen3.5", "qwen3.5 moe"),
     )
 }
 
@@ -145,7 +152,6 @@ def test_the_one_gemma_2_whose_attention_is_scaled_by_its_width(layers: int, exp
 REFUSED = [
     ("granite", "rope.scaling.finetuned", False),
     ("granite moe", "expert_shared_feed_forward_length", 32),
-    ("olmo2", "attention.sliding_window", 16),
     ("llama yarn", "rope.scaling.yarn_ext_factor", 0.5),
     ("granite", "attention.scale", 0.0),
 ]

@@ -305,11 +305,11 @@ def test_what_only_our_own_engine_can_say_is_not_asked_of_other_servers() -> Non
 
 
 def test_an_empty_replica_has_exactly_no_work() -> None:
-    replica, entry = FleetReplica(ReplicaLoad("a", 0, 0.0)), Entry(0, "i", "a", "w1")
+    replica = FleetReplica(ReplicaLoad("a", 0, 0.0))
     for name, work_tokens in (("x", 0.1), ("y", 0.2), ("z", 0.3)):
-        replica.enter(name, entry, work_tokens)
+        replica.enter(name, Entry(0, "i", replica="a", work_tokens=work_tokens))
     for name in ("z", "x", "y"):
-        replica.remove(name, entry)
+        replica.remove(name)
     assert replica.load.num_requests == 0
     assert f"{replica.load.work_tokens}" == "0.0"  # neither a rounding error nor -0.0
 

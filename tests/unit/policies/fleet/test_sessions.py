@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,7 @@ from farsight.core.messages.live import SessionsQuery
 from farsight.core.messages.plans import FinishedSequence
 from farsight.core.request import Origin, Request, SamplingParams, SequenceStatus
 from farsight.policies.fleet.sessions import KEPT_ENDS, MAX_APPLICATIONS, OTHERS, SessionTable
+from tests.opcodes import num_opcodes
 
 BLOCK = 16
 SAMPLING = SamplingParams(8)
@@ -96,15 +98,25 @@ def test_choices_of_one_answer_are_one_turn() -> None:
     assert (counts.turns, counts.answers, counts.prompt_tokens, counts.output_tokens) == (1, 1, 36, 15)
 
 
-def test_a_request_that_its_ingress_does_not_announce_any_more_has_ended() -> None:
+def test_a_request_that_is_in_flight_no_more_has_ended() -> None:
     table = SessionTable(BLOCK)
-    table.began(turn("refused", 2), 0.0)
-    table.began(turn("open", 2, 1), 0.0)
-    table.began(turn("new", 2, 2), 20.0)
-    table.announced("ingress-0", {"open"}, 20.0)
-    table.announced("ingress-1", set(), 20.0)
+    for number, name in enumerate(("refused", "open", "between attempts", "new")):
+        table.began(turn(name, 2, number), 20.0 if name == "new" else 0.0)
+    table.look({"open", "between attempts"}.__contains__, 9.0)
+    table.look({"open"}.__contains__, 18.5)
     table.check_integrity()
-    assert [row.num_open for row in table.rows()] == [1, 1, 0], "in the order of their latest events"
+    assert [row.num_open for row in table.rows()] == [1, 1, 1, 0], "in the order of their latest events"
+
+
+def test_a_request_costs_the_same_beside_many_sessions_that_are_all_open() -> None:
+    costs = []
+    for num_open in (200, 2_000):
+        table = SessionTable(BLOCK, max_sessions=100)
+        for number in range(num_open):
+            table.began(turn(f"r{number}", 2, number), 0.0)
+        costs.append(num_opcodes(partial(table.began, turn("last", 2, num_open), 1.0)))
+        table.check_integrity()
+    assert costs[0] == costs[1]
 
 
 @pytest.mark.parametrize("num_ids", [5_000, pytest.param(1_000_000, marks=pytest.mark.nightly)])
@@ -126,5 +138,5 @@ def test_strange_names_without_end_take_bounded_memory(num_ids: int) -> None:
     applications = {row.application: row.counts for row in table.applications()}
     assert len(applications) == MAX_APPLICATIONS + 1
     assert applications[OTHERS].turns == num_ids - MAX_APPLICATIONS, "forgotten ones are still counted"
-    assert len(table._by_end) + len(table._by_answer) <= 2 * 100 * KEPT_ENDS
+    assert sum(map(len, table._by_end.values())) + len(table._by_answer) <= 2 * 100 * KEPT_ENDS
     assert all(len(row.name) <= 128 and sys.getsizeof(row.application) < 400 for row in table.rows())

@@ -10,10 +10,10 @@ import pytest
 from farsight.core.costs import StepCost, priced_rows
 from farsight.core.forecast import Forecast
 from farsight.policies.interfaces import Job
-from farsight.policies.lengths.accuracy import LEAST_ENDS, PairAccuracy
 from farsight.policies.order.gittins import DecodePrice
-from farsight.policies.order.readers import ReadersFirst
-from farsight.policies.order.shadow import LEAST_ARRIVALS, ShadowFcfs
+from farsight.policies.order.readers import LEAST_ENDS as LEAST_PAIRS
+from farsight.policies.order.readers import PairAccuracy, ReadersFirst
+from farsight.policies.order.shadow import LEAST_ENDS, ShadowFcfs
 from farsight.simulator.experiment import Experiment, make_arrivals
 from farsight.simulator.run import run
 
@@ -46,8 +46,8 @@ def report(order: ReadersFirst, each: Job, output_len: int, now: float) -> None:
 
 
 def test_places_are_those_that_a_step_pays_for() -> None:
-    assert priced_rows(PROCESSOR, 200.0, 128) == math.ceil(0.94 / 0.06 * 0.005 / 0.0032) == 25
-    assert priced_rows(GPU, 200.0, 4096) == 2089
+    assert priced_rows(PROCESSOR, 200.0, 128) == math.ceil(9 * 0.005 / 0.0032) == 15
+    assert priced_rows(GPU, 200.0, 4096) == 1200
     assert priced_rows(GPU, 200.0, 256) == 256, "the engine's limit"
     assert priced_rows(StepCost(1e-6, 1e-3, 1e-3, 0.0), 200.0, 128) == 4, "the floor"
 
@@ -56,16 +56,16 @@ def test_a_stream_without_a_first_token_has_a_place_beyond_those_by_price() -> N
     order = order_of(job("whole", 200.0))
     assert order.num_places(128, 0.0) == 128, "before a step has been measured"
     order.price(PROCESSOR, 100_000)
-    assert order.num_places(128, 0.0) == 25
+    assert order.num_places(128, 0.0) == 15
     order.add(stream := job("stream", 200.0, reading_rate=0.0), 0.0)
-    assert order.num_places(128, 0.0) == 26
+    assert order.num_places(128, 0.0) == 16
     assert order.num_places(12, 0.0) == 12, "the engine's limit"
     report(order, stream, 1, 1.0)
     names(order, 1.0)
-    assert order.num_places(128, 1.0) == 25
+    assert order.num_places(128, 1.0) == 15
 
 
-@pytest.mark.parametrize(("num_wholes", "most"), [(20, 13), (60, 7)])
+@pytest.mark.parametrize(("num_wholes", "most"), [(20, 8), (60, 4)])
 def test_streams_that_are_due_go_first_while_they_have_no_more_than_their_share(num_wholes: int, most: int) -> None:
     streams = [job(f"stream{number}", 200.0, reading_rate=0.0) for number in range(20)]
     wholes = [job(f"whole{number}", 200.0) for number in range(num_wholes)]
@@ -74,7 +74,7 @@ def test_streams_that_are_due_go_first_while_they_have_no_more_than_their_share(
     for number, each in enumerate(streams):
         report(order, each, 1, 90.0 + number / 10)
     ranked = names(order, 100.0)
-    assert ranked[:most] == [each.request_id for each in streams[:most]], "their part of 25 places"
+    assert ranked[:most] == [each.request_id for each in streams[:most]], "their part of 15 places"
     assert set(ranked[most:][: len(wholes)]) == {each.request_id for each in wholes}
     assert ranked[most + len(wholes) :] == [each.request_id for each in streams[most:]]
 
@@ -110,7 +110,7 @@ def test_a_full_step_is_one_of_the_places_by_price() -> None:
     order.price(PROCESSOR, 100_000)
     order.add(long := job("long", 250.0), 0.0)
     names(order, 0.0)
-    expected_s = 250 * PROCESSOR.step_s(0, 25, 0)
+    expected_s = 250 * PROCESSOR.step_s(0, 15, 0)
     assert float(order.explain(long, 0.0)["boost_s"]) == pytest.approx(expected_s, rel=0.05), "not of 128 rows"
 
 
@@ -124,12 +124,12 @@ def test_a_reader_who_waited_is_not_owed_what_he_missed() -> None:
 
 def test_lengths_that_are_not_predicted_leave_the_order_of_arrival() -> None:
     accuracy = PairAccuracy()
-    for number in range(LEAST_ENDS):
+    for number in range(LEAST_PAIRS):
         assert accuracy.share is None
         accuracy.observe(float(number % 7), float(-(number % 7)))
     assert accuracy.share == 0.0, "pairs of equal works do not count"
     order = order_of()
-    for number in range(LEAST_ENDS):
+    for number in range(LEAST_PAIRS):
         ended = job(str(number), 200.0 if number % 2 else 10.0, output_len=10 if number % 2 else 200)
         order.learn(ended, censored=False)
     old, young = job("old", 250.0, 0.0), job("young", 1.0, 1.0)
@@ -139,21 +139,26 @@ def test_lengths_that_are_not_predicted_leave_the_order_of_arrival() -> None:
     assert names(order, 1.0) == ["old", "young"]
 
 
-def test_the_shadow_guards_the_slowest_and_counts_who_ends_behind() -> None:
-    shadow = ShadowFcfs()
-    for number in range(LEAST_ARRIVALS + 8):
-        shadow.arrived(str(number), found_s=1.0, stay_s=1.0)
-    assert shadow.guard_s == pytest.approx(2.0)
-    shadow.arrived("late", 1.0, 1.0)
-    shadow.arrived("early", 1.0, 1.0)
-    shadow.arrived("gone", 1.0, 1.0)
-    shadow.ended("late", 5.0)
-    shadow.ended("early", 0.5)
+def test_the_shadow_shares_each_step_and_counts_who_ends_behind_its_guard() -> None:
+    shadow = ShadowFcfs(StepCost(0.01, 0.1, 0.01, 0.0), places=2)
+    for name in ("a", "b", "c", "gone"):
+        shadow.arrived(name, 1, 1, 0.0)
     shadow.left("gone")
-    shadow.ended("gone", 9.0)
+    shadow.ended("a", 10, 0.4, 0.4)  # two prompts of 0.1 s, ten steps of 0.03 s: 0.5 s
+    shadow.ended("b", 20, 0.8, 0.8)  # and the prompt of c, which waited for a place, and ten steps: 0.9 s
+    shadow.ended("c", 15, 1.2, 1.2)  # ten steps beside b, five of 0.02 s: 1.0 s
+    shadow.arrived("d", 1, 1, 9.0)
     tally = shadow.tally
-    assert (tally.num_ended, tally.num_violations) == (2, 1)
-    assert (tally.earlier_s, tally.later_s) == pytest.approx((1.5, 3.0))
+    assert (tally.num_ended, tally.num_violations) == (3, 0)
+    assert (tally.earlier_s, tally.later_s) == pytest.approx((0.2, 0.2))
+    shadow.left("d")
+    for number in range(LEAST_ENDS + 8):
+        shadow.arrived(str(number), 1, 1, 10.0 + number)
+        shadow.ended(str(number), 10, 0.3, 10.3 + number)
+    assert shadow.guard_s == pytest.approx(1.0, rel=0.1), "the slowest of them"
+    shadow.arrived("late", 1, 1, 100.0)
+    shadow.ended("late", 10, 5.0, 105.0)
+    assert shadow.tally.num_violations == 1
 
 
 def test_where_kv_is_short_what_has_kv_goes_before_what_has_none() -> None:

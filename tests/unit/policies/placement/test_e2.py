@@ -15,7 +15,7 @@ from farsight.core.errors import IntegrityError, InvalidValueError
 from farsight.core.messages.plans import CachedRun, KVCacheEvent
 from farsight.core.request import Request, SamplingParams
 from farsight.policies.placement.e2 import E2Choice, key_portion
-from farsight.policies.placement.e2_profiles import Regressions, from_step_cost
+from farsight.policies.placement.load_cost import Regressions, from_step_cost
 from tests.unit.policies.e2_driver import BARE, Driver, informed, loads_of, path, router_of
 
 

@@ -14,7 +14,7 @@ from farsight.core.request import Request, SamplingParams
 from farsight.policies.placement.base import ReplicaLoad
 from farsight.policies.placement.e2 import E2Router
 from farsight.policies.placement.e2_forecast import INITIAL_OUTPUT_LEN, E2Forecast, ForecastChoice
-from farsight.policies.placement.e2_profiles import Regressions
+from farsight.policies.placement.load_cost import Regressions
 from farsight.policies.placement.prefix_tree import Path, PrefixNode
 from tests.unit.policies.batch_jobs import seeds
 from tests.unit.policies.e2_driver import BARE, path

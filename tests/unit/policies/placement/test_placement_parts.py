@@ -12,12 +12,11 @@ from farsight.core.errors import IntegrityError, InvalidValueError
 from farsight.core.request import Request, SamplingParams
 from farsight.policies.placement.base import ReplicaLoad
 from farsight.policies.placement.e2 import PrefixScaling
-from farsight.policies.placement.e2_profiles import Regressions
-from farsight.policies.placement.load_cost import LoadWindow
-from farsight.policies.placement.oracle_partition import OraclePartition
+from farsight.policies.placement.load_cost import LoadWindow, Regressions
 from farsight.policies.placement.prefix_tree import PrefixNode
 from farsight.policies.placement.replica_slots import ReplicaSlots, bits, is_single
 from farsight.policies.placement.residual_work import RequestLengths, ResidualWork
+from lab.reproduce.preble.runs import OraclePartition
 from tests.unit.policies.plain_work import PlainRequest, PlainWork
 
 REQUEST = Request("r", 0, "i", (1,), SamplingParams(1))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from farsight.core.errors import IntegrityError
 from farsight.core.messages.plans import CachedRun, KVCacheEvent
 from farsight.policies.placement.base import ReplicaLoad
-from farsight.policies.placement.e2_profiles import from_step_cost
+from farsight.policies.placement.load_cost import from_step_cost
 from farsight.policies.placement.prefix_loads import PrefixLoads
 from farsight.policies.placement.prefix_tree import PLACE_BYTES, Path, PrefixNode, RadixTree
 from farsight.simulator.cluster.latency import A100_7B

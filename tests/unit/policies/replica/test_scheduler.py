@@ -9,6 +9,7 @@ import pytest
 
 from farsight.core.config.scheduling import SchedulerConfig
 from farsight.core.costs import StepCost
+from farsight.core.decisions import unpack_decisions
 from farsight.core.forecast import QUANTILES, Forecast, ForecastMade
 from farsight.core.messages.plans import (
     CachedRun,
@@ -19,15 +20,17 @@ from farsight.core.messages.plans import (
     StepReport,
     WorkerReady,
 )
-from farsight.core.request import SequenceStatus
+from farsight.core.request import Origin, SequenceStatus
 from farsight.policies.compose import build_scheduler
 from farsight.policies.replica.events import (
     CacheTold,
     CostLearned,
     ForecastsArrived,
     RequestEnded,
+    RequestGivenBack,
     RequestsAborted,
     RequestsArrived,
+    RequestsRecalled,
     RequestStarted,
     SendPlan,
     WorkerConnected,
@@ -417,3 +420,36 @@ def test_only_so_many_ends_are_remembered_the_latest(monkeypatch: pytest.MonkeyP
         h.arrive(request(name))
         h.report(seq, ended=(name,))
     assert ids(h, *((name, 0) for name in "abcde")) == ["a", "b"]
+
+
+def test_few_requests_that_fit_at_their_limits_are_admitted_and_nothing_is_ranked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = Harness(preset="farsight")
+    asked: list[str] = []
+    monkeypatch.setattr(h.scheduler.order, "refresh", lambda now: asked.append("order"))
+    h.arrive(*(request(name) for name in "abc"))  # at most 24 tokens of 40
+    assert (h.admitted, asked) == (["a", "b", "c"], [])
+    h.arrive(request("long", prompt=12, out=12))
+    assert asked == ["order"]
+
+
+def test_only_what_no_plan_has_named_is_given_back() -> None:
+    h = Harness(max_num_seqs=1, standby_slots=1)
+    h.arrive(*(request(name) for name in "abcd"))
+    asked = RequestsRecalled((("a", 0), ("b", 0), ("c", 0), ("d", 1), ("stranger", 0)))
+    assert h.handle(asked) == [RequestGivenBack(request("c"), None)], "a runs, b stands by, d is an earlier attempt"
+    assert h.scheduler.num_waiting == 2
+    assert ids(h, ("a", 0), ("b", 0), ("c", 0), ("d", 0)) == ["c"]
+    h.arrive(request("c"))
+    assert ids(h, ("c", 0)) == [], "it may come back"
+
+
+def test_a_request_that_is_given_back_takes_its_account_along() -> None:
+    h = Harness(max_num_seqs=1, standby_slots=0)
+    origin = Origin("cmpl-1")
+    h.arrive(request("a"), dataclasses.replace(request("b"), origin=origin))
+    [given] = h.handle(RequestsRecalled((("b", 0),)))
+    assert isinstance(given, RequestGivenBack) and given.account is not None
+    assert [each.kind for each in unpack_decisions(given.account.decisions)] == ["arrived", "waits", "recalled"]
+    assert h.closed == [], "its decisions are logged where it ends"

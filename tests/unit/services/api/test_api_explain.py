@@ -174,6 +174,13 @@ IDLE: dict[str, float | str] = {"replica": "0", "reason": "idle"}
         ),
         (
             "placed",
+            {"replica": "1", "reason": "in turn"}
+            | {"moved_from": "0", "because": "starved head", "waited_there_s": 2.0},
+            "The router placed it on replica 1 after 2.00 s in the queue of replica 0 (where it could not run yet) "
+            "(in turn).",
+        ),
+        (
+            "placed",
             LEAST_WORK | {"work_tokens": 10.0, "most_work_tokens": 2500.0},
             "The router placed it on replica 0, the one with the least work: 10 tokens of work in flight; the busiest "
             "of 2 had 2,500.",

@@ -21,6 +21,7 @@ from farsight.tokenization.tool_formats.formats import FORMATS, THINK_BEGIN, THI
 from farsight.tokenization.tool_formats.grammar import GrammarWriter, UnwritableTool, no_tokens
 from farsight.tokenization.tool_formats.parser import parser_of
 from farsight.tokenization.tool_formats.parts import CallArguments, CallEnd, CallStart, OutputForm, Part, Tool
+from farsight.tokenization.tool_formats.regions import text_arguments
 from tests.volumes import at_volume
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -60,6 +61,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 TOOLS = [Tool(name, json.dumps(schema)) for name, schema in SCHEMAS.items()]
+TEXTS = frozenset(pair for name, schema in SCHEMAS.items() for pair in text_arguments(name, schema))
 FAMILIES = sorted(FORMATS)
 
 
@@ -136,7 +138,7 @@ def calls_in(parts: list[Part]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_forced_call_parses_and_is_valid(family: str, volume: int) -> None:
     rng = random.Random(family)
-    form = OutputForm(family, tuple(SCHEMAS))
+    form = OutputForm(family, tuple(SCHEMAS), texts=TEXTS)
     grammar = writer(family).forced(parallel=False, reasons=False, in_reasoning=False)
     for _ in range(volume):
         text = sample(family, grammar, rng)
@@ -150,7 +152,7 @@ def test_every_forced_call_parses_and_is_valid(family: str, volume: int) -> None
 @pytest.mark.parametrize("reasons", [False, True])
 def test_calls_side_by_side_and_behind_reasoning(family: str, reasons: bool) -> None:
     rng = random.Random(7)
-    form = OutputForm(family, tuple(SCHEMAS), reasons, in_reasoning=reasons and family != "harmony")
+    form = OutputForm(family, tuple(SCHEMAS), reasons, in_reasoning=reasons and family != "harmony", texts=TEXTS)
     written = writer(family).forced(parallel=True, reasons=reasons, in_reasoning=form.in_reasoning)
     most = 0
     for _ in range(8):
@@ -173,7 +175,7 @@ def test_grammars_are_tried_without_a_model(family: str) -> None:
         free = GrammarWriter(FORMATS[family], TOOLS, no_tokens).free(parallel=True, reasons=reasons, in_reasoning=False)
         assert problem_of(of_grammar(free)) == "", free
     tool = Tool("f", json.dumps({"type": "object", "oneOf": [{"required": ["a"]}]}))
-    if family == "pythonic":
+    if FORMATS[family].style in ("pythonic", "python", "tags", "keys", "gemma"):
         with pytest.raises(UnwritableTool, match="oneOf"):
             GrammarWriter(FORMATS[family], [tool], no_tokens).forced(parallel=False, reasons=False, in_reasoning=False)
 

@@ -130,6 +130,49 @@ CASES: dict[str, Case] = {
         "",
         [("get_weather", {"city": "Rome"}), ("add", {"a": 1})],
     ),
+    "qwen 3.5": (
+        "qwen3-coder",
+        "Hm.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n< 1\n</parameter>\n"
+        "<parameter=days>\n[1, 2]\n"
+        "</parameter>\n<parameter=f>\nTrue\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=add>\n<parameter=zip>\n00123\n</parameter>\n</function>\n</tool_call>",
+        "Hm.",
+        [("get_weather", {"city": "Rome\n< 1", "days": [1, 2], "f": True}), ("add", {"zip": "00123"})],
+    ),
+    "qwen 3.5: no function": ("qwen3-coder", "<tool_call>\n{}\n</tool_call>", "<tool_call> {}", []),
+    "qwen 3.5: cut": ("qwen3-coder", "<tool_call>\n<function=add>\n<para", "<tool_call> <function=add> <para", []),
+    "glm 4.5": (
+        "glm4.5",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+        '<arg_key>x</arg_key>\n<arg_value>{"a": 1}</arg_value>\n</tool_call>\n<tool_call>add</tool_call>',
+        "",
+        [("get_weather", {"city": "Rome", "x": {"a": 1}}), ("add", {})],
+    ),
+    "gemma 4": (
+        "gemma4",
+        '<|tool_call>call:get_weather{city:<|"|>Rome, {a}: "b"<|"|>,days:[1,2.5],ok:true,'
+        'x:{<|"|>k<|"|>:null,y:{}}}<tool_call|>'
+        "<|tool_call>call:add{}<tool_call|>",
+        "",
+        [
+            ("get_weather", {"city": 'Rome, {a}: "b"', "days": [1, 2.5], "ok": True, "x": {"k": None, "y": {}}}),
+            ("add", {}),
+        ],
+    ),
+    "gemma 4: not closed": ("gemma4", "<|tool_call>call:f{a:[1}<tool_call|>", "<|tool_call>call:f{a:[1}", []),
+    "gemma 4: deep": (
+        "gemma4",
+        f"<|tool_call>call:f{{a:{'[' * 99}<tool_call|>",
+        f"<|tool_call>call:f{{a:{'[' * 99}",
+        [],
+    ),
+    "lfm2": (
+        "lfm2",
+        'Yes. <|tool_call_start|>[get_weather(city="Rome"), add()]<|tool_call_end|>Checking.',
+        "Yes. Checking.",
+        [("get_weather", {"city": "Rome"}), ("add", {})],
+    ),
+    "lfm2: code": ("lfm2", "<|tool_call_start|>import os<|tool_call_end|>", "<|tool_call_start|>import os", []),
     "granite": (
         "granite",
         f'<|tool_call|>[{{"name": "get_weather", "arguments": {ROME}}}]',
@@ -218,7 +261,8 @@ def calls(parts: Sequence[Part]) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_an_output_is_taken_apart(name: str, step: int) -> None:
     family, output, text, expected = CASES[name]
-    parts = parts_of(OutputForm(family, TOOLS), output, step)
+    texts_of_tools = frozenset({("get_weather", "city"), ("add", "zip")})
+    parts = parts_of(OutputForm(family, TOOLS, texts=texts_of_tools), output, step)
     assert calls(parts) == expected
     assert {part.index for part in parts if isinstance(part, CallEnd)} == set(range(len(expected)))
     assert " ".join(texts(parts, TextPart).split()) == text
@@ -251,10 +295,26 @@ def test_reasoning_is_apart(output: str, begun: bool, reasoning: str, text: str,
     assert calls(parts) == [("f", {"city": "Rome"})], "a call behind reasoning"
 
 
+@pytest.mark.parametrize("step", [1, 10_000])
+def test_families_begin_reasoning_in_their_own_way(step: int) -> None:
+    for family, output in (
+        ("gemma4", "<|channel>thought\nHm.\n<channel|>It is 4."),
+        ("mistral-args", "[THINK]Hm.[/THINK]It is 4."),
+        ("qwen3-coder", "<think>\nHm.\n</think>\n\nIt is 4."),
+    ):
+        for tools in ((), TOOLS):
+            parts = parts_of(OutputForm(family, tools, reasons=True), output, step)
+            assert (texts(parts, ReasoningPart), texts(parts, TextPart)) == ("Hm.", "It is 4.")
+    assert reasons("<|tool_call>{{ x }}<|channel>thought\n<channel|>") and reasons("[TOOL_CALLS]x[ARGS][/THINK]")
+    assert not reasons("[TOOL_CALLS]x[ARGS]")
+
+
 def test_a_long_output_costs_time_in_proportion_to_its_length() -> None:
     """Each character is looked at a bounded number of times, whatever the cuts."""
     output = '{"name": "f", "parameters": {"a": "' + "x{" * 100_000 + '"}}'
     assert len(parts_of(OutputForm("llama3", TOOLS), output, 7)) > 1000
+    output = "<tool_call>\n<function=f>\n<parameter=a>\n" + "<p" * 100_000 + "\n</parameter>\n</function>\n</tool_call>"
+    assert len(parts_of(OutputForm("qwen3-coder", TOOLS), output, 7)) == 3
 
 
 @pytest.mark.parametrize(
@@ -267,6 +327,10 @@ def test_what_is_no_call_in_python_is_refused(text: str) -> None:
 TEMPLATES = {
     "{% if tools %}<tool_call></tool_call>{% endif %}": "hermes",
     "{{ '[TOOL_CALLS] [' }}": "mistral",
+    "{{ '<tool_call>\\n<function=' + tool_call.name + '>' }}": "qwen3-coder",
+    "<tool_call>{{ tc.name }}<arg_key>{{ k }}</arg_key>": "glm4.5",
+    "{{ '<|tool_call>call:' + name }}<|channel>": "gemma4",
+    '{{ "<|tool_call_start|>[" }}': "lfm2",
     "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}": "mistral-args",
     "<|start_of_role|>assistant<|end_of_role|><|tool_call|>": "granite",
     "<|python_tag|>{{ message }}": "llama3",

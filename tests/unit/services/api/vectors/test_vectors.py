@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import openai
 import pytest
 import torch
 
+from farsight.core.errors import InvalidValueError
 from farsight.engine.checkpoint.encoder_config import abilities_of
 from farsight.services.api.backend import ModelInfo
 from farsight.services.api.text.prompts import PromptEncoder
@@ -30,7 +32,7 @@ def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     found = {name: tmp_path_factory.mktemp(name) for name in ("encoder", "scorer")}
     make_encoder("BertModel", found["encoder"])
     make_encoder("BertForSequenceClassification", found["scorer"], num_labels=1)
-    return found | {"decoder": checkpoint}
+    return found | {"decoder": checkpoint} | {name: tmp_path_factory.mktemp(name) for name in ("embedder", "reranker")}
 
 
 @pytest.fixture
@@ -161,3 +163,84 @@ async def test_what_generates_only_says_so() -> None:
     error = await refusal(client, "/v1/embeddings", input="hello")
     assert error["code"] == "model_cannot_embed"
     assert not backend.calls
+
+
+PAIR_TEMPLATE = (
+    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{% endif %}{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}answer{% endif %}"
+)
+PAIRS = [("hello world", "the quick fox"), ("hello world", "stop <query> and go"), ("x", "y")]
+
+
+@pytest.fixture
+def source(checkpoint: Path, tmp_path: Path) -> str:
+    """The decoder with what transformers needs to read its tokenizer."""
+    shutil.copytree(checkpoint, tmp_path / "source")
+    (tmp_path / "source/tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "</s>"}'
+    )
+    (tmp_path / "source/chat_template.jinja").write_text(PAIR_TEMPLATE)
+    return str(tmp_path / "source")
+
+
+def as_saved(modules: list[Any], kind: type, folder: Path, checkpoint: Path, **settings: Any) -> Any:
+    """A model of sentence-transformers, saved by the library beside the weights of a decoder, as published ones are."""
+    model = kind(modules=modules, device="cpu", **settings)
+    model.save_pretrained(str(folder))
+    for name in ("config.json", "model.safetensors"):  # the library drops the head
+        (folder / name).write_bytes((checkpoint / name).read_bytes())
+    return model
+
+
+async def test_an_embedding_decoder_as_sentence_transformers_saves_it(
+    open_model: Open, folders: dict[str, Path], checkpoint: Path, source: str
+) -> None:
+    """Pooling of the last token and length 1, as Qwen3-Embedding has them."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+    (Path(source) / "chat_template.jinja").unlink()  # the library would take each text for a message
+    inner = Transformer(source)
+    modules = [inner, Pooling(inner.get_embedding_dimension(), "lasttoken"), Normalize()]
+    reference = as_saved(modules, SentenceTransformer, folders["embedder"], checkpoint)
+    texts = [text for pair in PAIRS for text in pair]
+    reply = await ok(open_model("embedder"), "/v1/embeddings", input=texts)
+    found = np.array([row["embedding"] for row in reply["data"]])
+    np.testing.assert_allclose(found, reference.encode(texts), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("ids", [(7, 9), (7, None)])
+async def test_a_reranking_decoder_as_sentence_transformers_saves_it(
+    open_model: Open, folders: dict[str, Path], checkpoint: Path, source: str, ids: tuple[int, int | None], begins: bool
+) -> None:
+    """The logits of a word for yes and one for no behind a prompt of both texts, as Qwen3-Reranker has them."""
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.cross_encoder.modules import LogitScore
+
+    chat = {"add_generation_prompt": True} if begins else {}
+    inner = Transformer(source, transformer_task="text-generation", processing_kwargs={"chat_template": chat})
+    prompts: dict[str, Any] = {"prompts": {"judge": "Judge."}, "default_prompt_name": "judge"} if begins else {}
+    reference = as_saved([inner, LogitScore(*ids)], CrossEncoder, folders["reranker"], checkpoint, **prompts)
+    client = open_model("reranker")
+    reply = await ok(client, "/v1/score", text_1=[pair[0] for pair in PAIRS], text_2=[pair[1] for pair in PAIRS])
+    expected = reference.predict(PAIRS)
+    np.testing.assert_allclose([row["score"] for row in reply["data"]], expected, rtol=1e-3, atol=1e-4)
+    documents = [pair[1] for pair in PAIRS[:2]]
+    ranked = await ok(client, "/v1/rerank", query=PAIRS[0][0], documents=documents)
+    assert [row["index"] for row in ranked["results"]] == sorted((0, 1), key=lambda i: -expected[i])
+
+
+def test_scores_need_tokens_of_the_vocabulary(folders: dict[str, Path], checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    (tmp_path / "modules.json").write_text('[{"type": "x.LogitScore", "path": "1"}]')
+    (tmp_path / "1").mkdir()
+    for told, expected in (
+        ('{"true_token_id": 99999}', "below the vocabulary"),
+        ('{"true_token_id": "yes"}', "integer"),
+    ):
+        (tmp_path / "1/config.json").write_text(told)
+        with pytest.raises(InvalidValueError, match=expected):
+            abilities_of(tmp_path)

@@ -19,10 +19,10 @@ from farsight.policies.compose import build_batch_runner
 from farsight.policies.fleet.batch_scheduler import BatchScheduler
 from farsight.simulator.cluster.fleet import Fleet, FleetShape
 from farsight.simulator.cluster.latency import A100_7B, LatencyModel, LinearLatency
-from farsight.simulator.cluster.padded import num_computed_tokens, padded_fleet
 from farsight.simulator.cluster.records import Record, Recorder, Timeline
 from farsight.simulator.cluster.replica import Execution, ReplicaShape
 from farsight.simulator.traffic.workload import SimRequest
+from lab.reproduce.padded import num_computed_tokens, padded_fleet
 from tests.sim.runs import STEP
 
 

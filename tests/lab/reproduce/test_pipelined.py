@@ -19,13 +19,12 @@ from farsight.simulator.cluster.latency import (
     MODELS,
     LatencyModel,
     LinearLatency,
-    PipelineLatency,
     Roofline,
 )
-from farsight.simulator.cluster.pipelined import PipelinedReplica, StageTimes
 from farsight.simulator.cluster.records import Recorder
-from farsight.simulator.cluster.replica import ReplicaShape
+from farsight.simulator.cluster.replica import Replica, ReplicaShape
 from farsight.simulator.traffic.workload import SimRequest
+from lab.reproduce.pipelined import PipelinedReplica, PipelineLatency, StageTimes
 
 TWO_STAGES = LinearLatency(StepCost(0.060, 0.0, 0.006, 0.0))
 """Both together: 30 ms + 3 ms a sequence each."""
@@ -40,19 +39,21 @@ def run(arrivals: list[SimRequest], num_stages: int, preset: str = "fcfs", num_b
         SchedulerConfig(quantum_s=0.05, max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False), cost=TWO_STAGES.cost
     )
     limits = SchedulerLimits(num_seqs, 0)
+    kind = PipelinedReplica if num_stages > 1 else Replica
     fleet = Fleet(
-        FleetShape(shape, TWO_STAGES), build_router("fcfs"), lambda _: build_scheduler(preset, limits, settings)
+        FleetShape(shape, TWO_STAGES, kind=kind),
+        build_router("fcfs"),
+        lambda _: build_scheduler(preset, limits, settings),
     )
     recorder = fleet.run(arrivals)
     for replica in fleet.replicas:
         replica.executor.check_integrity()
-        assert isinstance(replica, PipelinedReplica) == (num_stages > 1)
     return recorder
 
 
 def test_iterations_cut_off_are_refused_where_several_are_in_flight() -> None:
     settings = PolicySettings(SchedulerConfig(mlfq="preemption", max_gap_ms=0.0), mlfq=MlfqRules(follows_cost=False))
-    shape = FleetShape(ReplicaShape(100, num_stages=2), TWO_STAGES)
+    shape = FleetShape(ReplicaShape(100, num_stages=2), TWO_STAGES, kind=PipelinedReplica)
     with pytest.raises(InvalidValueError, match="num_stages: got 2, expected 1 where iterations are cut off"):
         Fleet(shape, build_router("fcfs"), lambda _: build_scheduler("fastserve", SchedulerLimits(8, 0), settings))
 
@@ -109,6 +110,8 @@ def test_a_batch_takes_all_stages_and_costs_one_interval() -> None:
 def test_stages_of_padded_batches_are_refused(num_stages: int) -> None:
     with pytest.raises(InvalidValueError, match="num_stages"):
         ReplicaShape(100, execution="static", num_stages=num_stages)
+    with pytest.raises(InvalidValueError, match="kind: got 'Replica'"):
+        FleetShape(ReplicaShape(100, num_stages=2), TWO_STAGES)
 
 
 GPT_3 = Roofline(GPUS["a100-40g"], MODELS["gpt-3-175b"], tensor_parallel=8, pipeline_parallel=2)

@@ -17,8 +17,8 @@ from farsight.simulator import predictors
 from farsight.simulator.cluster.fleet import Fleet, FleetShape
 from farsight.simulator.cluster.latency import LinearLatency
 from farsight.simulator.cluster.replica import ReplicaShape
-from farsight.simulator.frontier import MeanBound, ReplicaBounds, shares, tail_bound, workload
 from farsight.simulator.traffic.workload import SimRequest
+from lab.reproduce.frontier import MeanBound, ReplicaBounds, shares, tail_bound, workload
 
 COST = StepCost(base_s=0.010, prefill_token_s=0.1e-3, decode_seq_s=0.1e-3, context_token_s=1e-6)
 BOUNDS = ReplicaBounds(COST, max_num_seqs=8, kv_tokens=2400, max_batch_tokens=128)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from farsight.core.costs import ImageCost, StepCost
 from farsight.core.errors import InvalidValueError
 from farsight.core.request import Request
 from farsight.kvcache import StepBatch
 from farsight.kvcache.step_batch import step_work
 from farsight.policies.replica.events import StepsRan
-from farsight.simulator.cluster.latency import StepRun
+from farsight.simulator.cluster.latency import Roofline, StepRun
 from farsight.simulator.cluster.records import Record
 from farsight.simulator.cluster.replica import Replica
 
@@ -130,3 +131,39 @@ class PipelinedReplica(Replica):
                 break
             batch = self._next_batch()
         return batch
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLatency:
+    """One batch in all stages of a pipeline together, for ``ReplicaShape.num_stages`` batches in flight.
+
+    Attributes:
+        whole: The devices; its ``pipeline_parallel`` is the number of stages.
+    """
+
+    whole: Roofline
+
+    @property
+    def _one_batch(self) -> Roofline:
+        return replace(self.whole, pipeline_parallel=1)
+
+    def step_s(self, prefill_tokens: int, decode_seqs: int, context_tokens: int, prefill_pairs: int = 0) -> float:
+        return self._one_batch.step_s(prefill_tokens, decode_seqs, context_tokens, prefill_pairs)
+
+    def decode_run_s(self, decode_seqs: int, context_tokens: int, num_steps: int) -> float:
+        return self._one_batch.decode_run_s(decode_seqs, context_tokens, num_steps)
+
+    def copy_s(self, num_tokens: int) -> float:
+        return self.whole.copy_s(num_tokens)
+
+    @property
+    def image_cost(self) -> ImageCost:
+        return self.whole.image_cost
+
+    @property
+    def cost(self) -> StepCost:
+        """The time from one step's end to the next where every stage is busy, which is what rank 0 measures."""
+        cost, stages = self._one_batch.cost, self.whole.pipeline_parallel
+        return StepCost(
+            cost.base_s / stages, cost.prefill_token_s / stages, cost.decode_seq_s, cost.context_token_s / stages
+        )
