@@ -449,9 +449,7 @@ class LeaseExecutor(PlanExecutor):
         finished = []
         shares = self.meter.shares(batch, num_steps)
         if self.tiers is not None:
-            num_prompt_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1)
-            if num_prompt_tokens and duration_s:
-                self.tiers.prices.computed(num_prompt_tokens, duration_s)
+            self.tiers.prices.computed(sum(item.num_tokens for item in batch.items if item.num_tokens > 1), duration_s)
         size = self.blocks.block_size
         for item, share in zip(batch.items, shares, strict=True):
             held = self._held[item.request_id]

@@ -83,7 +83,9 @@ class TierPrices:
     _prompt_s: float = 0.0
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Learns from a step that has computed prompt tokens."""
+        """Learns from a step; one that has computed no prompt tokens, or whose time is not known, says nothing."""
+        if not num_tokens or not seconds:
+            return
         self._tokens = MEMORY * self._tokens + num_tokens
         self._prompt_s = MEMORY * self._prompt_s + seconds
         self.prefill_token_s = self._prompt_s / self._tokens
