@@ -67,14 +67,12 @@ class LeaseExecutor(PlanExecutor):
         if tiers is None or self._block_hashes is None:
             return super().apply_plan(plan)
         stays = {slot.request_id for slot in plan.slots}
-        for held in before.values():
-            if held.request_id not in stays:  # what a client has broken off, he may go on with
-                self._keep(held)
+        for held in [each for request_id, each in before.items() if request_id not in stays]:
+            self._keep(held)  # what a client has broken off, he may go on with
         forgotten = super().apply_plan(plan)
-        for held in self._held.values():
-            if before.get(held.request_id) is not held:
-                num_full = held.num_tokens // self.blocks.block_size
-                tiers.wait(held.request_id, self._block_hashes(held.request_id, num_full)[:num_full])
+        for held in [each for request_id, each in self._held.items() if before.get(request_id) is not each]:
+            num_full = held.num_tokens // self.blocks.block_size
+            tiers.wait(held.request_id, self._block_hashes(held.request_id, num_full)[:num_full])
         return forgotten
 
     def _finish(self, held: SequenceState, status: SequenceStatus) -> FinishedSequence:
@@ -451,9 +449,7 @@ class LeaseExecutor(PlanExecutor):
         finished = []
         shares = self.meter.shares(batch, num_steps)
         if self.tiers is not None:
-            num_prompt_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1)
-            if num_prompt_tokens and duration_s:
-                self.tiers.prices.computed(num_prompt_tokens, duration_s)
+            self.tiers.prices.computed(sum(item.num_tokens for item in batch.items if item.num_tokens > 1), duration_s)
         size = self.blocks.block_size
         for item, share in zip(batch.items, shares, strict=True):
             held = self._held[item.request_id]

@@ -83,7 +83,9 @@ class TierPrices:
     _prompt_s: float = 0.0
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Learns from a step that has computed prompt tokens."""
+        """Learns from a step; one that has computed no prompt tokens, or whose time is not known, says nothing."""
+        if not num_tokens or not seconds:
+            return
         self._tokens = MEMORY * self._tokens + num_tokens
         self._prompt_s = MEMORY * self._prompt_s + seconds
         self.prefill_token_s = self._prompt_s / self._tokens
@@ -304,11 +306,11 @@ class KVTiers:
     def pays(self, names: Sequence[int], first: int) -> bool:
         """Returns whether a sequence that starts is worth saving; learns how many continue an earlier one.
 
-        Writing a block costs time of a processor. Where nobody returns, nothing is written.
+        Writing a block costs time of a processor, which is lost where no request continues another.
 
         Args:
-            names: Of its full blocks.
-            first: So many of them are on the device.
+            names: Names of its full blocks.
+            first: Number of them that are on the device.
         """
         end = first
         while end < len(names) and (self.tier_of(names[end]) is not None or names[end] in self._passed_over):

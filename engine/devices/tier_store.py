@@ -43,7 +43,7 @@ class TierStore(KVCopier):
     Args:
         pool, host: As of ``KVCopier``.
         files: The disk tier.
-        blocks: Of the pool.
+        blocks: The pool's, which say what was evicted.
         clock: Seconds, monotonic.
     """
 
@@ -175,7 +175,7 @@ def open_tiers(
     Args:
         weights: How the matrices are rounded, as ``engine.weights`` says where it is not ``auto``.
         host_bytes: Memory of the host tier; 0 for none.
-        blocks: Of the device's pool.
+        blocks: The device's pool.
 
     Raises:
         ConfigError: The folder cannot be used, or a bound is below a block.

@@ -453,7 +453,8 @@ def test_eight_conversations_in_a_pool_for_two_are_computed_once(below: bool, le
     machine = Machine(2 * 32, TierLimits(disk_blocks=1000))
     if not below:
         machine.executor.tiers = machine.executor.transfers.tiers = None
-    rng, talks, turns = random.Random(4), [()] * 8, [0] * 8
+    rng, turns = random.Random(4), [0] * 8
+    talks: list[tuple[int, ...]] = [()] * 8
     names: list[str] = []
     while True:
         for i in range(8):
