@@ -35,7 +35,7 @@ class StateCheckpoints:
     Args:
         num_places: States that are kept at once.
         block_size: Tokens of a block.
-        spacing: Of ``state_spacing``.
+        spacing: As ``state_spacing`` returns it.
         block_hashes: As ``PlanExecutor.share_prefixes`` gets it.
     """
 
@@ -86,7 +86,7 @@ class StateCheckpoints:
         The others are computed again. Where they end, prompts part: the state there is kept for the next one.
 
         Args:
-            names: Of the ``limit`` blocks that a start may take over.
+            names: Names of the ``limit`` blocks that a start may take over.
             cached: The blocks that are cached of the first of these.
         """
         found = next((i for i in range(len(cached), 0, -1) if names[i - 1] in self._kept), 0)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from farsight.core.errors import InvalidValueError
-from farsight.simulator.cluster.fleet import Fleet, Source
+from farsight.simulator.cluster.fleet import Fleet
 from farsight.simulator.cluster.memory_below import NOTHING_BELOW, MemoryBelow
 from farsight.simulator.cluster.records import Record
 from farsight.simulator.cluster.tiered import TieredReplica
@@ -26,7 +26,7 @@ from farsight.simulator.summary import MeanAndPercentiles, distribution
 from farsight.simulator.traffic.conversations import ClosedLoop, Trace, is_conversations, read_conversations
 from farsight.simulator.traffic.prefixes import mooncake_blocks
 from farsight.simulator.traffic.traces import read_rows, read_trace
-from farsight.simulator.traffic.workload import SimRequest
+from farsight.simulator.traffic.workload import SimRequest, Source
 
 BLOCK_SIZE = 64
 """Tokens of a KV block where the trace does not say."""

@@ -22,13 +22,13 @@ from farsight.policies.fleet.sessions import SessionTable
 from farsight.policies.order.offload_orders import OffloadDecider
 from farsight.policies.replica.scheduler import ReplicaScheduler
 from farsight.policies.settings import PolicySettings
-from farsight.simulator.cluster.fleet import Fleet, FleetShape, Source
+from farsight.simulator.cluster.fleet import Fleet, FleetShape
 from farsight.simulator.cluster.memory_below import NOTHING_BELOW, MemoryBelow
 from farsight.simulator.cluster.records import Record, Recorder, Timeline
 from farsight.simulator.cluster.replica import ReplicaShape
 from farsight.simulator.experiment import KEPT_STATES, Experiment, num_states, spacing_of_states
 from farsight.simulator.summary import Summary, summarize
-from farsight.simulator.traffic.workload import SimRequest, Workload
+from farsight.simulator.traffic.workload import SimRequest, Source, Workload
 
 ANNOUNCE_S = 0.5
 """Interval at which a server's ingress replicas announce their open streams."""

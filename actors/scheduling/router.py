@@ -369,7 +369,7 @@ class FleetShell(Component, RouterCalls):
             answers.add(await self._handle(KeysUnknown(name, unknown.keys)))
 
     async def _recall(self, name: str, keys: tuple[Key, ...]) -> None:
-        """Has a replica give back what waits there, and places it anew."""
+        """Has a replica give back what waits there, and places it again."""
         given = await self._reach(name, self._scheduler(name).recall(Keys(keys)))
         if given is None or not given.requests:
             return

@@ -197,7 +197,7 @@ class PlacementConfig:
         initial_output_len: Output length in tokens that is assumed on replicas where no request ended in the window.
         max_tree_mib: MiB of the prefix tree, which ``e2-forecast`` has as well; beyond it, the Router forgets the least
             recently used prefixes.
-        recall: Under any placement: place requests anew that wait on one replica and could run at once on another.
+        recall: Under any placement: place requests again that wait on one replica and could run at once on another.
     """
 
     window_s: float = 180.0

@@ -73,7 +73,7 @@ class NativeStep:
         sample_rows: int64 ``[R]``, ascending.
         given: Rows whose embeddings are not those of their tokens; None without.
         state_rows: int32 ``[items]``: rows of their states; None without states.
-        state_keeps: int32 ``[keeps, 3]``, ascending: item, tokens of it behind which its state is kept, in which row.
+        state_keeps: int32 ``[keeps, 3]``, ascending: item, its tokens behind which its state is kept, in which row.
     """
 
     rows: np.ndarray
@@ -365,11 +365,10 @@ class NativeModel:
     def _mixer(self, weights: MixerWeights, config: DecoderConfig, pool: KVPool, index: int) -> _Mixer:
         mixer, states = config.shape(index).mixer, pool.states
         assert mixer is not None and states is not None, "weights are of the configuration"
-        delta = (0,) * 5
+        kind, delta = 1, (0,) * 5  # as in interface.h
         if isinstance(mixer, DeltaNet):
-            delta = mixer.key_heads, mixer.value_heads, mixer.key, mixer.value, int(mixer.tiled)
+            kind, delta = 2, (mixer.key_heads, mixer.value_heads, mixer.key, mixer.value, int(mixer.tiled))
         held = (weights.taps, weights.bias, weights.rates, weights.steps, weights.norm)
-        kind = 2 if isinstance(mixer, DeltaNet) else 1  # as in interface.h
         sizes = kind, mixer.length, mixer.convolved, mixer.mixed
         return _Mixer(*sizes, *delta, *map(self._floats, held), states.first_value(index))
 
@@ -496,10 +495,6 @@ class NativeBackend:
         if self._states is None:
             return self.model.forward(step, hidden, self.cut_off_at_s, middle)
         with self._states.step(items, sequences, may_be_cut_off=self.cut_off_at_s < math.inf) as rows:
-            keeps = self._states.keeps_of(items)
-            step = dataclasses.replace(
-                step,
-                state_rows=np.array(rows, dtype=np.int32),
-                state_keeps=np.array(keeps, dtype=np.int32) if keeps else None,
-            )
+            keeps = np.array(self._states.keeps_of(items), dtype=np.int32)
+            step = dataclasses.replace(step, state_rows=np.array(rows, dtype=np.int32), state_keeps=keeps)
             return self.model.forward(step, hidden, self.cut_off_at_s, middle)

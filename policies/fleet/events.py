@@ -90,7 +90,7 @@ class KeysUnknown:
 
 @dataclass(frozen=True, slots=True)
 class RequestsReturned:
-    """A replica has given back these requests, which have never run there; they may be placed anew, as they are."""
+    """A replica has given back these requests, which have never run there; they may be placed again, as they are."""
 
     replica: str
     requests: tuple[Request, ...]

@@ -225,7 +225,7 @@ class GlobalScheduler(FleetMachine):
     """Places requests on replicas as they come.
 
     Args:
-        recall: Which requests that wait on a replica are placed anew; None for none.
+        recall: Which requests that wait on a replica are placed again; None for none.
     """
 
     def __init__(self, placement: Placement, recall: RecallRule | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which waiting requests are recalled from a replica, to be placed anew.
+"""Which waiting requests are recalled from a replica, to be placed again.
 
 A request that no plan has named yet costs nothing to move but its place in a queue and what its replica caches of it.
 So it is recalled once it has waited for as long as computing that again would take: whatever would have come then, it
@@ -27,7 +27,7 @@ MAX_RECALLS = 3
 """Most recalls of one attempt, but for drains."""
 
 ANSWER_S = 1.0
-"""Seconds after a recall in which nobody asks the replica whether it has the request: the answer may be on its way."""
+"""Seconds after a recall in which no one asks the replica whether it has the request: the answer may be on its way."""
 
 ASK_AGAIN_S = 3.0
 """Seconds after which a replica is asked again for a request that it has not given back. Longer than ``ANSWER_S`` by

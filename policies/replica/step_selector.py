@@ -306,7 +306,7 @@ class StepSelector:
 
         Returns:
             The jobs, the last of which gives way if the worker runs short of blocks; and where some of them wait, the
-            numbers by which memory lasts for all at their limits, whatever admission foresees.
+            numbers by which memory lasts for all at their limits, whatever admission predicts.
         """
         mirror, room = self._mirror, dict[str, float | str]()
         if len(mirror.requests) > self._places.num or mirror.short_blocks or mirror.flex or self._due:

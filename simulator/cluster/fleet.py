@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from farsight.core.errors import InvalidValueError
 from farsight.core.messages.plans import FinishedSequence, StartedRequest
@@ -44,7 +44,7 @@ from farsight.simulator.cluster.latency import LatencyModel
 from farsight.simulator.cluster.records import Record, Recorder, Timeline
 from farsight.simulator.cluster.replica import Replica, ReplicaShape
 from farsight.simulator.cluster.tiered import TieredReplica
-from farsight.simulator.traffic.workload import SimRequest, as_request, shared_blocks
+from farsight.simulator.traffic.workload import Given, SimRequest, Source, as_request, shared_blocks
 
 Owner = TypeVar("Owner", bound=Hashable)
 
@@ -79,45 +79,6 @@ class Alarms(Generic[Owner]):
         _, num_set, who = heapq.heappop(self._heap)
         self._current[who] = (math.inf, num_set)
         return who
-
-
-class Source(Protocol):
-    """Requests whose instants depend on the answers to others, as ``traffic.conversations.ClosedLoop``."""
-
-    @property
-    def next_at(self) -> float:
-        """Instant of the next arrival as far as it is known; infinity if there is none."""
-        ...
-
-    def take(self, now: float) -> list[SimRequest]:
-        """Takes the arrivals that are due."""
-        ...
-
-    def ended(self, request_id: str, now: float) -> None:
-        """Books that a request has its answer, or has been refused."""
-        ...
-
-
-class _Given:
-    """Arrivals at known instants, in their order; read lazily."""
-
-    def __init__(self, arrivals: Iterable[SimRequest]) -> None:
-        self._arrivals = iter(arrivals)
-        self._next = next(self._arrivals, None)
-
-    @property
-    def next_at(self) -> float:
-        return math.inf if self._next is None else self._next.arrived_at
-
-    def take(self, now: float) -> list[SimRequest]:
-        together = []  # requests of one instant arrive together
-        while self._next is not None and self._next.arrived_at <= now:
-            together.append(self._next)
-            self._next = next(self._arrivals, None)
-        return together
-
-    def ended(self, request_id: str, now: float) -> None:
-        """Changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +187,7 @@ class Fleet:
         self._encoding: dict[str, Request] = {}
         self._until = ""
         self._is_over = False
-        self._source: Source = _Given(())
+        self._source: Source = Given(())
         self._under_way: dict[str, tuple[Request, Record]] = {}
         self._started: list[StartedRequest] = []
         self._ended: list[FinishedSequence] = []
@@ -277,7 +238,7 @@ class Fleet:
                 self._run_closed(iter(arrivals), progress)
                 return self.recorder
             else:
-                self._source = _Given(arrivals)
+                self._source = Given(arrivals)
             self._run_open(progress)
         return self.recorder
 

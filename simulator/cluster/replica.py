@@ -62,17 +62,15 @@ class ReplicaShape:
     """Memory and limits of a replica.
 
     Attributes:
-        look_every: Steps between two calls of the scheduler without an event, while a request waits or could be
-        preempted; 0 for never. Needed if a decision depends on time or on random draws.
+        look_every: Steps between two looks of the scheduler without an event, where time decides; 0: never.
         shares_prefixes: Whether sequences with equal prefixes share KV.
         execution: ``static`` pads a batch and returns it together.
         promises: Whether each request is told on arrival when it will end.
-        num_stages: Stages of a pipeline, each with a batch of its own in flight; the latency model then gives the time
-            of one batch in all stages together.
+        num_stages: Stages of a pipeline, with a batch in flight each; latency is that of a batch in all stages.
         copies_block: Whether a step waits for the copies of KV that are ordered before it, as where no stream overlaps.
         offload_hop_s: From a question to the KV offload manager to its answer, there and back.
         tells_cache: Whether reports tell the scheduler what is cached.
-        below: Tiers below the device's pool ; None for a replica that knows none.
+        below: Tiers below the device's pool; None for a replica that knows none.
         num_states: As ``Device.num_states``.
         kept_states: States of prefixes that may be kept beside these, a prompt's every ``state_spacing`` tokens.
 
@@ -252,8 +250,7 @@ class Replica:
         self._tell(RequestsRecalled(keys), now)
         given, self._given_back = tuple(self._given_back), []
         for request in given:
-            del self._records[request.request_id]
-            self._hashes.pop(request.request_id, None)
+            del self._records[request.request_id], self._hashes[request.request_id]
         return given
 
     def wake(self, now: float) -> None:

@@ -5,10 +5,12 @@ A picture has its tokens in the prompt, and names by which blocks that hold them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Protocol
 
 from farsight.core.errors import InvalidValueError
 from farsight.core.forecast import Forecast
@@ -177,3 +179,42 @@ def _kept_tokens(num_tokens: int) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def _sampling(max_new_tokens: int) -> SamplingParams:
     return SamplingParams(max_new_tokens)
+
+
+class Source(Protocol):
+    """Requests whose instants depend on the answers to others, as ``conversations.ClosedLoop``."""
+
+    @property
+    def next_at(self) -> float:
+        """Instant of the next arrival as far as it is known; infinity if there is none."""
+        ...
+
+    def take(self, now: float) -> list[SimRequest]:
+        """Takes the arrivals that are due."""
+        ...
+
+    def ended(self, request_id: str, now: float) -> None:
+        """Books that a request has its answer, or has been refused."""
+        ...
+
+
+class Given:
+    """Arrivals at known instants, in their order; read lazily."""
+
+    def __init__(self, arrivals: Iterable[SimRequest]) -> None:
+        self._arrivals = iter(arrivals)
+        self._next = next(self._arrivals, None)
+
+    @property
+    def next_at(self) -> float:
+        return math.inf if self._next is None else self._next.arrived_at
+
+    def take(self, now: float) -> list[SimRequest]:
+        together = []  # requests of one instant arrive together
+        while self._next is not None and self._next.arrived_at <= now:
+            together.append(self._next)
+            self._next = next(self._arrivals, None)
+        return together
+
+    def ended(self, request_id: str, now: float) -> None:
+        """Changes nothing."""

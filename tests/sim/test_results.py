@@ -202,7 +202,7 @@ def test_every_preset_serves_a_model_with_states(preset: str, monkeypatch: pytes
 
 
 def test_prefixes_are_found_where_a_state_is_kept() -> None:
-    """Of a model with states a little less than of one without: what lies behind the latest state is computed again."""
+    """A model with states finds a little less than one without: what lies behind the latest state is computed again."""
     found = {}
     for name in ("qwen3.5-9b", "mistral-7b"):
         latency = Roofline(GPUS["a100-80g"], MODELS[name])

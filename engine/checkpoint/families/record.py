@@ -264,7 +264,7 @@ class TensorNames:
         q_up, kv_up: With latent attention: what makes queries of their latent, and keys and values of the other one.
         mixer: Prefix of what a layer has in place of attention; ``mixer_in``, ``mixer_out``: its first matrix, in
             parts, and its last one; ``mixer_conv``: its convolution; ``mixer_grouped``: the first lies by key head.
-        rates, steps, mixer_norm: Of the delta rule; ``rates_ready``: the rates are stored as they are computed with.
+        rates, steps, mixer_norm: What the delta rule has; ``rates_ready``: rates are stored ready for use.
         all_inputs: What gives every layer inputs of its own: embedding, projection of the others, and its norm.
         inputs: What a layer makes of them: gate, projection, and norm.
         layer_scale: The number that a layer multiplies the stream with.

@@ -82,7 +82,7 @@ def test_where_prompts_part_a_state_is_kept_for_the_third() -> None:
     for i, name in enumerate("abcd", 1):
         waiting.add(name, [*system, *range(2000 * i, 2000 * i + 90)])
     waiting.run()
-    assert [waiting.computed[name] for name in "abcd"] == [890, 890 - SPACING, 90, 90], "nobody computes what arises"
+    assert [waiting.computed[name] for name in "abcd"] == [890, 890 - SPACING, 90, 90], "no one computes what arises"
 
 
 def test_a_preempted_sequence_begins_behind_its_latest_state() -> None:

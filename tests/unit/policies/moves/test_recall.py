@@ -167,7 +167,7 @@ def test_a_drain_sends_what_waits_to_the_others_and_back_where_there_are_none() 
     assert fleet.tell(TimePassed(), 0.25) == [RecallRequests("a", (("late", 0),))]
     assert fleet.tell(RequestsReturned("a", (late,))) == [PlaceRequests("b", (late,))]
     fleet.tell(ReplicaDraining("b"))
-    assert fleet.tell(TimePassed(), 9.0) == [], "nobody else takes requests"
+    assert fleet.tell(TimePassed(), 9.0) == [], "no other takes requests"
 
 
 def test_a_recalled_request_keeps_to_replicas_that_can_hold_it() -> None:
