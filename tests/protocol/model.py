@@ -110,6 +110,7 @@ class Device(Runner):
         self.num_beyond_grants = 0
         self.num_cached_starts = 0
         self._reached: dict[str, tuple[int, int]] = {}  # position, in which life of its KV
+        self._returned: dict[str, int] = {}  # whose blocks have come back, in which life of its KV
 
     def fault(self, error: Exception) -> StepFault:
         """No step may fail: what one raises ends the test."""
@@ -158,6 +159,18 @@ class Device(Runner):
         for request_id in starting:
             key = request_id, sequences[request_id].request.attempt
             assert key not in self.ended, f"{key} runs again after its end"
+        self._check_standbys(
+            [each for each in starting if self._returned.get(each) != self.slots[each].num_preemptions]
+        )
+
+    def blocks_return(self, block: int) -> None:
+        """Notes that a sequence starts which computes nothing yet: its blocks come back, and plans may come first."""
+        owner = next((rid for rid in self.slots if block in self._blocks.table(rid)), None)
+        if owner is not None:
+            self._check_standbys([owner])
+            self._returned[owner] = self.slots[owner].num_preemptions
+
+    def _check_standbys(self, starting: list[str]) -> None:
         if any(self.slots[request_id].standby for request_id in starting):
             standbys = [rid for rid, slot in self.slots.items() if slot.standby and self._blocks.table(rid)]
             free = sum(key in self.ended for key in self.places)

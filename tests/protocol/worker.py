@@ -79,6 +79,8 @@ class SlowCopier:
 
     def begin(self, copy: KVCopy) -> None:
         self._drop()
+        if copy.names and copy.target:
+            self._component.device.blocks_return(copy.target[0])
         rng = self._component.world.copy_rng
         failed = rng.random() < 0.1
         self._component.later(rng.choice([0.0, 0.01, 0.1, 0.5]), lambda: self._end(copy, failed))

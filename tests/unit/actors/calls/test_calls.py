@@ -136,7 +136,8 @@ async def test_a_meter_runs_while_messages_are_encoded_and_decoded_and_not_while
 def test_a_declaration_says_what_crosses() -> None:
     submit = declared(RouterCalls)["submit"]
     assert (submit.request, submit.keep_packed, submit.is_long) == (Submit, True, False)
-    assert declared(SchedulerCalls).keys() == {"submit", "foresee", "abort", "unknown", "explain", "live", "cached"}
+    told = {"submit", "foresee", "abort", "unknown", "explain", "live", "cached", "recall"}
+    assert declared(SchedulerCalls).keys() == told
     assert declared(RouterCalls)["model"].is_optional
     assert message_of(SupervisorCalls.started).is_long and message_of(SupervisorCalls.started).reply is None
     assert all(each.is_long for each in declared(WorkerCalls).values())
