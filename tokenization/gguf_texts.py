@@ -197,7 +197,7 @@ def _pre_tokenizer(file: GGUFFile, pre: str | None) -> pre_tokenizers.PreTokeniz
 
 
 def _sentencepiece(file: GGUFFile, ids: dict[str, int]) -> Tokenizer:
-    """As Llama 2's: spaces are characters, the merge of the best score comes first, bytes stand for what is missing.
+    """Makes one as Llama 2's: spaces are characters, the best score merges first, bytes stand for what is missing.
 
     Gemma 4's file lists the merges.
     """

@@ -46,7 +46,7 @@ def gguf_checkpoint(file: GGUFFile, config: DecoderConfig) -> dict[str, GGUFTens
 
 
 def _with_dimension(tensor: GGUFTensor, shape: Shape | None) -> GGUFTensor:
-    """A matrix of one row may be stored as a vector, and a convolution of channels by themselves as a matrix."""
+    """Returns a tensor with the dimensions of size 1 that GGUF leaves out: of a matrix of one row, or a convolution."""
     if shape is None or [size for size in shape if size > 1] != [size for size in tensor.shape if size > 1]:
         return tensor
     return replace(tensor, shape=shape)

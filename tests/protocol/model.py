@@ -164,10 +164,12 @@ class Device(Runner):
         )
 
     def blocks_return(self, block: int) -> None:
-        """Notes that a sequence starts which computes nothing yet: its blocks come back, and plans may come first."""
+        """Notes that a sequence has started which computes nothing yet: its blocks come back, and plans may come first.
+
+        The executor gave it its place when it ordered the copy, perhaps under an earlier plan than the one in force.
+        """
         owner = next((rid for rid in self.slots if block in self._blocks.table(rid)), None)
         if owner is not None:
-            self._check_standbys([owner])
             self._returned[owner] = self.slots[owner].num_preemptions
 
     def _check_standbys(self, starting: list[str]) -> None:

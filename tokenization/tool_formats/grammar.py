@@ -187,11 +187,11 @@ class GrammarWriter:
         self._rules.append(f"arguments_{index}: {_listed(keywords, comma)}")
 
     def _tagged_value(self, schema: Any, shared: dict[str, Any]) -> str:
-        """Text as it is, anything else as JSON; no text of a forced call holds ``<``, which begins the closing tag."""
+        """Writes text as it is, else JSON; no text of a forced call holds ``<``, which begins the closing tag."""
         return _plain(schema) if is_text(schema) else inline_schema({**shared, **(schema or {})})
 
     def _gemma_value(self, schema: Any, shared: dict[str, Any]) -> str:
-        """Texts between ``<|"|>``, names without; the rule of a value within values is one of its own."""
+        """Writes texts between ``<|"|>``, names without; the rule of a value within values is one of its own."""
         schema = _resolved(schema, shared)
         kind = schema.get("type")
         if isinstance(kind, list):
@@ -274,7 +274,7 @@ _NAMES = {"pythonic": _IDENTIFIER, "python": _IDENTIFIER, "tags": r"[^>\s<]+", "
 
 
 def _plain(schema: dict[str, Any]) -> str:
-    """A text as it is, by its schema."""
+    """Returns the rule of a text as it is."""
     known = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if known is not None:
         return f"({' | '.join(json.dumps(each, ensure_ascii=False) for each in known)})"

@@ -166,7 +166,7 @@ class OutputParser:
         return True  # any other is dropped
 
     def _region(self) -> bool:
-        """Behind an opener whose calls are read whole."""
+        """Reads on behind an opener whose calls are read whole."""
         end = self._buffer.find(self._format.closer, self._searched)
         if end < 0:
             self._searched = max(0, len(self._buffer) - len(self._format.closer))

@@ -118,7 +118,7 @@ def _qwen35(keys: GGUFKeys, num_layers: int) -> Mapping[str, Any]:
 
 
 def _gemma4(keys: GGUFKeys, num_layers: int) -> Mapping[str, Any]:
-    """Sizes of layers with a window and of the others, by the first of each."""
+    """Returns the sizes of layers with a window and of the others, by the first of each."""
     slides = keys.flags("attention.sliding_window_pattern", num_layers)
     if slides is None or len(set(slides)) != 2:
         raise keys.error("attention.sliding_window_pattern", f"{num_layers} flags, true and false")

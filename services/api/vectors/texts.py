@@ -85,7 +85,7 @@ def pair_requests(
 
 
 def _pair(first: str, second: str, model: ModelInfo, encoder: PromptEncoder) -> tuple[tuple[int, ...], int]:
-    """Token ids of two texts, and where the second begins: 0 for a decoder, whose chat template knows their roles."""
+    """Returns the token ids of two texts, and where the second begins: 0 for a decoder, whose template knows roles."""
     abilities = model.abilities
     if not abilities.score_ids:
         return encoder.encode_pair(first, second)

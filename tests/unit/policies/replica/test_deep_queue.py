@@ -189,6 +189,6 @@ def test_the_next_batch_is_found_without_looking_at_all_who_wait(preset: str) ->
 @pytest.mark.parametrize("preset", [BATCH["wma-hrrn"]])
 def test_response_ratios_are_of_batches_not_of_requests(preset: str) -> None:
     # The tenant of each of the 32 requests that end is charged: 160 bytecodes. The sums and the demand of its replica
-    # and its ingress replica lose it, and get one that begins: 240. Its record, the only one, is taken off the replica and
-    # the next one is put there: 120. The batch's story is told once.
+    # and its ingress replica lose it, and get one that begins: 240. Its record is taken off the replica, and the next
+    # one is put there: 120. The batch's story is told once.
     assert most_of_an_end(preset, MOST, 32) <= 60 * (MOST // 10) + (160 + 240 + 120) * 32 + STORY
