@@ -129,8 +129,9 @@ _COLUMNS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "stale": (np.bool_, ()),  # the history or the price has changed: its rank is computed in its turn
     "resident": (np.bool_, ()),
     "ran_at": (np.float64, ()),  # kept by orders that look at pauses
-    "rate": (np.float64, ()),  # these three are kept by orders that look at readers: tokens a second, 0 for no reader
+    "rate": (np.float64, ()),  # these four are kept by orders that look at readers: tokens a second, 0 for no reader
     "read_by": (np.float64, ()),  # when the reader will have read all that has come
+    "guard_at": (np.float64, ()),  # the earliest instant of its guard
     "ahead": (np.bool_, ()),  # the stream may stand still
 }
 

@@ -61,6 +61,9 @@ LEAST_ACCURACY = 0.6
 USUAL_LEN = 256.0
 """Output tokens that are assumed of a job without a forecast, until one has ended."""
 
+LONG = 2.0
+"""Predicted lengths that a long output has."""
+
 FORGETTING = 0.02
 """Weight of the latest output in their mean."""
 
@@ -122,7 +125,9 @@ class ReadersFirst(Boosted):
             self._table.put(row, "rate", rate)
             self._table.put(row, "read_by", now)
         if not job.output_len:
-            self._shadow.arrived(job.request_id, job.prompt_len, job.missing_len, job.arrived_at)
+            crowd_s = self._crowd_s(job)
+            self._table.put(self._known_row(job), "guard_at", job.arrived_at + crowd_s)
+            self._shadow.arrived(job.request_id, job.prompt_len, job.missing_len, job.arrived_at, crowd_s)
 
     def remove(self, job: Job) -> None:
         super().remove(job)
@@ -162,6 +167,16 @@ class ReadersFirst(Boosted):
         context_s = step.context_token_s * (job.prompt_len + output_len / 2)
         token_s = step.decode_seq_s + context_s + step.base_s / self._num_rows
         return step.prefill_token_s * prompt_len + token_s * output_len
+
+    def _crowd_s(self, job: Job) -> float:
+        """Returns the seconds in which order of arrival would end a job of some length beside all that are here.
+
+        In a burst the times of those who came before say little: by these alone all who come in it would be guarded.
+        """
+        step, num_rows = self._price.step, min(len(self._table.jobs), self._most)
+        step_s = step.step_s(0, num_rows, num_rows * (job.prompt_len + round(self._usual_len / 2)))
+        missing_len = float(self._column("missing").sum())
+        return step.prefill_token_s * missing_len + LONG * self._predicted_len(job) * step_s
 
     def price(self, cost: StepCost, capacity: int) -> None:
         """Sets the step cost and the KV capacity; a full step is one of as many rows as have places by this price."""
@@ -259,7 +274,8 @@ class ReadersFirst(Boosted):
         step, num_rows = self._price.step, self._num_rows
         step_s = step.step_s(0, num_rows, round(num_rows * self._usual_len))
         stay_s = self._column("tokens") * step_s + step.prefill_token_s * self._column("missing")
-        guarded: NDArray[np.bool_] = now + stay_s >= self._column("arrived_at") + self._shadow.guard_s
+        guard_at = np.maximum(self._column("guard_at"), self._column("arrived_at") + self._shadow.guard_s)
+        guarded: NDArray[np.bool_] = now + stay_s >= guard_at
         return guarded
 
     def explain(self, job: Job, now: float) -> Facts:
@@ -270,7 +286,7 @@ class ReadersFirst(Boosted):
         if facts["served_for"] == "reader":
             facts["reader_ahead_s"] = float(self._column("read_by")[row]) - now
         if self._shadow.guard_s < math.inf:
-            facts["guard_in_s"] = job.arrived_at + self._shadow.guard_s - now
+            facts["guard_in_s"] = max(float(self._column("guard_at")[row]), job.arrived_at + self._shadow.guard_s) - now
         if self._accuracy.share is not None:
             facts["pairs_in_order"] = self._accuracy.share
         return facts

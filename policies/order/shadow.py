@@ -97,15 +97,18 @@ class ShadowFcfs:
         self._ends: list[tuple[float, str]] = []
         self._num_running, self._context_len = 0, 0.0  # the context less the tokens that each of them has got
 
-    def arrived(self, request_id: str, prompt_len: int, missing_len: int, now: float) -> None:
+    def arrived(
+        self, request_id: str, prompt_len: int, missing_len: int, now: float, least_guard_s: float = 0.0
+    ) -> None:
         """Records an arrival.
 
         Args:
             missing_len: Prompt tokens to compute.
+            least_guard_s: Seconds after which its guard stands at the earliest.
         """
         if len(self._rows) >= MAX_OPEN:
             self._clear()
-        self._rows[request_id] = _Row(now, prompt_len, missing_len, self.guard_s)
+        self._rows[request_id] = _Row(now, prompt_len, missing_len, max(self.guard_s, least_guard_s))
         self._arrivals.append(request_id)
 
     def ended(self, request_id: str, output_len: int, took_s: float, now: float) -> None:
