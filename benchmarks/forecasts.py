@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import learned_forecasts
+from benchmarks import learned_forecasts, tuned_encoder
 from benchmarks.decisions.row import Row
 from farsight.core.forecast import Example, Forecast
 from farsight.engine.encoders.loading import load_encoder
@@ -172,6 +172,8 @@ def learned_rows(data: Path, parts: Sequence[str], natural: Path | None) -> Iter
             yield from learned_forecasts.clients(data / f"{name}.csv.gz", least)
     if "natural" in parts and natural is not None:
         yield from learned_forecasts.natural(natural, LEAST_TAU)
+    if "tuned" in parts and natural is not None:
+        yield from tuned_encoder.rows(natural, _tell)
 
 
 def rows(data: Path, cache: Path, encoder: str, device: str) -> Iterator[Row]:
@@ -209,7 +211,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keeps what the encoder has computed")
     parser.add_argument("--encoder", default=MINILM, help="as of farsight train (default: minilm)")
     parser.add_argument("--device", default="auto", help="of the encoder")
-    parts = ("texts", "clients", "natural")
+    parts = ("texts", "clients", "natural", "tuned")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="of the benchmark (default: all)")
     parser.add_argument("--natural", type=Path, metavar="FILE", help="that benchmarks.natural_lengths has written")
     args = parser.parse_args()
