@@ -6,6 +6,8 @@ reason of the failure.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import multiprocessing
 import os
 import select
@@ -21,6 +23,9 @@ from farsight.core.children import end_with_parent
 
 NICENESS = 19
 """Niceness of the child, the highest one, where there is no ``SCHED_IDLE``."""
+
+STEPS_BACK_S = 30.0
+"""Seconds after which a fit has the priority of others: where no process ever rests, nothing would be learned else."""
 
 _PATIENCE_S = 0.05
 """Longest wait of a poll for the next chunk of a result, in seconds."""
@@ -57,7 +62,7 @@ class FitProcess:
     """
 
     def __init__(self, fit: Callable[[Argument], bytes], argument: Argument, now: float, timeout_s: float) -> None:
-        self._ends_at = now + timeout_s
+        self._ends_at, self._steps_back_until = now + timeout_s, now + STEPS_BACK_S
         self._timeout_s = timeout_s
         self._received = bytearray()
         self._end: FitEnd | None = None
@@ -86,6 +91,10 @@ class FitProcess:
             elif now >= self._ends_at:
                 self._process.kill()
                 self._end = FitEnd(None, f"the fit took longer than {self._timeout_s:g} s")
+            elif now >= self._steps_back_until and sys.platform == "linux":
+                self._steps_back_until = math.inf
+                with contextlib.suppress(PermissionError):  # without RLIMIT_NICE only root may; others go on waiting
+                    os.sched_setscheduler(self._process.pid or 0, os.SCHED_OTHER, os.sched_param(0))
             if self._end is not None:
                 self._close()
         return self._end

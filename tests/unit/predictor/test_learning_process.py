@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from farsight.predictor.learning import HELD_BACK_EVERY, MIN_HELD_BACK, PERIOD_S, ContinuousLearning, PredictionOutcome
-from farsight.predictor.learning_process import FitEnd, FitProcess
+from farsight.predictor.learning_process import STEPS_BACK_S, FitEnd, FitProcess
 
 Numbers = list[float]
 
@@ -120,6 +120,19 @@ def test_a_fit_that_takes_too_long_is_killed() -> None:
     process.stop()
     process.stop()
     assert is_gone(pid) and process.poll(1.0) == FitEnd(None, "the fit was stopped"), "it is wanted no more"
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root takes the lowest priority back")
+def test_a_fit_that_gets_no_time_has_the_priority_of_others_in_the_end() -> None:
+    with fitting(sleep, 1000.0) as process:
+        assert process.pid is not None
+        deadline = time.monotonic() + 120
+        while os.sched_getscheduler(process.pid) != os.SCHED_IDLE and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process.poll(STEPS_BACK_S - 1) is None
+        assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+        assert process.poll(STEPS_BACK_S) is None
+        assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER
 
 
 def test_what_cannot_be_sent_to_a_child_fails_at_once_and_leaves_no_file_open() -> None:
