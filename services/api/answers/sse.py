@@ -215,7 +215,8 @@ class ChunkWriter:
             ]
         self._is_plain = not (generation.continuous_usage or generation.shows_token_ids or self._parts)
         self._used = Used(generation)  # counted only where each chunk says it
-        self._unnamed = set(range(len(generation.requests)))  # choices whose prompt's tokens are not shown yet
+        # Choices of completions whose prompt's tokens are not shown yet; a chat's opening shows them.
+        self._unnamed = set[int]() if chat else set(range(len(generation.requests)))
         # Echoed prompt by choice, until it is written; in a stream every request is a choice.
         echoes = () if chat else generation.echoes  # a chat's goes with the opening
         self._echoes = dict(enumerate(echo.text for echo in echoes for _ in range(generation.n)))
@@ -240,7 +241,11 @@ class ChunkWriter:
         if not self._chat:
             return b""
         role = {"role": "assistant", "content": "".join(echo.text for echo in self._generation.echoes)}
-        return b"".join(self._chat_event(index, role, None, None) for index in range(len(self._generation.requests)))
+        chunks = [self._chat_event(index, role, None, None) for index in range(len(self._generation.requests))]
+        if self._generation.shows_token_ids:  # a chat's prompt is that of all its choices, as in whole answers
+            prompt_ids = json.dumps(self._generation.prompts[0].prompt_ids).encode()
+            chunks[0] = chunks[0].replace(b"{", b'{"prompt_token_ids":' + prompt_ids + b",", 1)
+        return b"".join(chunks)
 
     def output(self, index: int, delta: TokenDelta) -> bytes:
         """The chunks of one delta: text, the end of a choice, both or none; a chat choice ends with an own chunk."""
