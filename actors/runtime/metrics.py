@@ -182,7 +182,7 @@ class EngineMetrics(_ReplicaMetrics):
         self._places = self._of(Gauge, "farsight:places", text)
         text = "Requests that ended later than 99 of 100 would have in order of arrival."
         self._guard_violations = self._of(Counter, "farsight:guard_violations", text)
-        text = "By how much requests ended earlier, and later, than in order of arrival."
+        text = "By how much requests ended earlier, and later, than in order of arrival on as many places."
         self._beside_arrival = self._of(Counter, "farsight:seconds_beside_arrival_order", text, "way")
         text = "Prompt tokens looked for in the prefix cache."
         self._prefix_queries = self._of(Counter, "vllm:prefix_cache_queries", text)

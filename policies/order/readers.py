@@ -116,17 +116,17 @@ class ReadersFirst(Boosted):
 
     def add(self, job: Job, now: float) -> None:
         super().add(job, now)
+        row = self._known_row(job)
         if job.reading_rate is not None:
             self._rates[job.request_id] = rate = job.reading_rate or self._reading_rate
             self._came[job.request_id] = job.output_len
             if not job.output_len:
                 self._first.add(job.request_id)
-            row = self._known_row(job)
             self._table.put(row, "rate", rate)
             self._table.put(row, "read_by", now)
         if not job.output_len:
             crowd_s = self._crowd_s(job)
-            self._table.put(self._known_row(job), "guard_at", job.arrived_at + crowd_s)
+            self._table.put(row, "guard_at", job.arrived_at + crowd_s)
             self._shadow.arrived(job.request_id, job.prompt_len, job.missing_len, job.arrived_at, crowd_s)
 
     def remove(self, job: Job) -> None:
@@ -169,7 +169,7 @@ class ReadersFirst(Boosted):
         return step.prefill_token_s * prompt_len + token_s * output_len
 
     def _crowd_s(self, job: Job) -> float:
-        """Returns the seconds in which order of arrival would end a job of some length beside all that are here.
+        """Returns the seconds in which order of arrival would end a job, twice as long as predicted, beside all here.
 
         In a burst the times of those who came before say little: by these alone all who come in it would be guarded.
         """

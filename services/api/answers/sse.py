@@ -241,11 +241,12 @@ class ChunkWriter:
         if not self._chat:
             return b""
         role = {"role": "assistant", "content": "".join(echo.text for echo in self._generation.echoes)}
-        chunks = [self._chat_event(index, role, None, None) for index in range(len(self._generation.requests))]
+        first, *others = range(len(self._generation.requests))
+        prompt: dict[str, Any] = {}
         if self._generation.shows_token_ids:  # a chat's prompt is that of all its choices, as in whole answers
-            prompt_ids = json.dumps(self._generation.prompts[0].prompt_ids).encode()
-            chunks[0] = chunks[0].replace(b"{", b'{"prompt_token_ids":' + prompt_ids + b",", 1)
-        return b"".join(chunks)
+            prompt = {"prompt_token_ids": self._generation.prompts[0].prompt_ids}
+        opened = self._chat_event(first, role, None, None, **prompt)
+        return opened + b"".join(self._chat_event(index, role, None, None) for index in others)
 
     def output(self, index: int, delta: TokenDelta) -> bytes:
         """The chunks of one delta: text, the end of a choice, both or none; a chat choice ends with an own chunk."""
@@ -324,12 +325,14 @@ class ChunkWriter:
         logprobs: Any,
         finish_reason: str | None,
         named: Mapping[str, list[int]] | None = None,
+        **beside: Any,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._event([{**choice, **(named or {})}])
+        return self._event([{**choice, **(named or {})}], **beside)
 
-    def _event(self, choices: list[dict[str, Any]]) -> bytes:
-        chunk = {**self._head, "choices": choices}
+    def _event(self, choices: list[dict[str, Any]], **beside: Any) -> bytes:
+        """One chunk; ``beside``: fields of the chunk beside its choices."""
+        chunk = {**self._head, **beside, "choices": choices}
         if self._generation.continuous_usage:
             chunk["usage"] = usage(self._used).model_dump()
         elif self._include_usage:
