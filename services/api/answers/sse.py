@@ -331,7 +331,7 @@ class ChunkWriter:
         return self._event([{**choice, **(named or {})}], **beside)
 
     def _event(self, choices: list[dict[str, Any]], **beside: Any) -> bytes:
-        """One chunk; ``beside``: fields of the chunk beside its choices."""
+        """Writes one chunk; ``beside``: its fields beside its choices."""
         chunk = {**self._head, **beside, "choices": choices}
         if self._generation.continuous_usage:
             chunk["usage"] = usage(self._used).model_dump()
